@@ -23,11 +23,11 @@ from common.limits import setting
 from common.removal import discard
 from publishing.card import FolderArguments
 from publishing.hub_folder import TWIN, assemble, check_code, check_native
-from publishing.source import Source, all_sources, find_source
+from publishing.published_model import PublishedModel, all_folders, find_folder, hub_folder_of
 from publishing.upload import Repository, check_access, check_repo_id, download, published_files, upload
-from publishing.verify import Expected, Published, expect, verify
+from publishing.verify import Expected, Location, expect, verify
 from training.checkpoints.checkpoint import as_os_error
-from training.checkpoints.run_folder import HUB_FILES
+from training.checkpoints.run_folder import HUB_FILES, is_checkpoint
 
 EXAMPLE = "python push_to_hub.py runs/x --repo_id user/name"
 
@@ -47,67 +47,69 @@ class PushArguments:
 def main(arguments: list[str]) -> None:
     parser = FlagParser((PushArguments, FolderArguments), __doc__.splitlines()[0], positional="run")
     push, options = parser.parse(arguments, check=lambda push, options: check_repo_id(push.repo_id))
-    source = find_source(Path(push.run), push.checkpoint)
-    if push.revisions and source.run is None:
+    folder = find_folder(Path(push.run), push.checkpoint)
+    if push.revisions and not is_checkpoint(folder):
         raise UserError(
-            f"{source.model} is a model without a run, so it has no checkpoints for --revisions; leave the flag out."
+            f"{folder} is a model without a run, so it has no checkpoints for --revisions; leave the flag out."
         )
     # All checkpoints are checked before the first one is published.
-    checkpoints = all_sources(source.run) if push.revisions else []
+    checkpoints = all_folders(folder) if push.revisions else []
     if options.has_code and not options.trust_folder_code:
-        for each in (source, *checkpoints):
+        for each in (folder, *checkpoints):
             check_code(each)
     if options.format != "gpt2scratch" or options.gguf:
-        check_native(source)
-    repository = Repository(push.repo_id, private=push.private)
+        check_native(folder)
+    repository, hub = Repository(push.repo_id, private=push.private), hub_folder_of(folder)
     if not push.dry_run:
         check_access(repository)
     try:
-        with FileLock(source.hub.with_name(f".{source.hub.name}.lock"), timeout=0):
-            url = publish(source, repository, options, push.dry_run)
+        with FileLock(hub.with_name(f".{hub.name}.lock"), timeout=0):
+            url = publish(PublishedModel.read(folder), hub, repository, options, push.dry_run)
             for checkpoint in checkpoints:
-                publish(checkpoint, replace(repository, branch=checkpoint.branch), options, push.dry_run)
+                published = PublishedModel.read(checkpoint)
+                branch = replace(repository, branch=published.training.branch)
+                publish(published, hub.with_name(f"{hub.name}-{branch.branch}"), branch, options, push.dry_run)
     except Timeout as error:  # another process already verifies and uploads this folder
-        raise UserError(f"{source.model} is being published by another process; wait until it ends.") from error
+        raise UserError(f"{folder} is being published by another process; wait until it ends.") from error
     except BrokenPipeError:  # the program that reads stdout has ended
         raise
     except Exception as error:  # a full disk, a folder without write permission, a checkpoint that the run just deleted
-        sentence = f"Could not publish {source.model}: {as_os_error(error)}; fix that and run this command again."
-        raise UserError(sentence) from error
+        raise UserError(
+            f"Could not publish {folder}: {as_os_error(error)}; fix that and run this command again."
+        ) from error
     if url is not None:
         print(f"Published: {url}")
 
 
-def publish(source: Source, repository: Repository, options: FolderArguments, dry_run: bool) -> str | None:
-    """Assemble, verify and upload the folder, then verify the uploaded files. Return the URL, or None for a dry run."""
-    folder, as_branch = source.hub, ""
-    if repository.branch is not None:
-        folder, as_branch = folder.with_name(f"{folder.name}-{repository.branch}"), f" as {repository.branch}"
-    expected = expect(source)
-    assemble(source, repository, options, folder, expected.text)
-    print(f"{source.model}{as_branch}:")
-    verify_formats(Published(str(folder.resolve()), options.has_code), expected, options)
-    sizes = {name: path.stat().st_size for name, path in published_files(folder).items()}
+def publish(
+    published: PublishedModel, hub: Path, repository: Repository, options: FolderArguments, dry_run: bool
+) -> str | None:
+    """Assemble the folder `hub`, verify and upload it, then verify the uploaded files. Return the URL, or None for a dry run."""
+    as_branch = f" as {repository.branch}" if repository.branch is not None else ""
+    expected = expect(published)
+    assemble(published, repository, options, hub, expected.text)
+    print(f"{published.folder}{as_branch}:")
+    verify_formats(Location(str(hub.resolve()), options.has_code), expected, options)
+    sizes = {name: path.stat().st_size for name, path in published_files(hub).items()}
     for name, size in [*sizes.items(), ("total", sum(sizes.values()))]:
         print(f"  {size:>15,} bytes  {name}", flush=True)
     if dry_run:
-        print(f"Not uploaded (--dry_run): {folder} would be uploaded to {repository.id}{as_branch}.")
+        print(f"Not uploaded (--dry_run): {hub} would be uploaded to {repository.id}{as_branch}.")
         return None
-    uploaded = upload(folder, repository)
+    commit = upload(hub, repository)
     with tempfile.TemporaryDirectory() as cache:
-        download(repository.id, uploaded.oid, Path(cache), folder)
-        there = Published(repository.id, options.has_code, uploaded.oid, Path(cache))
-        verify_formats(there, expected, options)
+        download(repository.id, commit.oid, Path(cache), hub)
+        verify_formats(Location(repository.id, options.has_code, commit.oid, Path(cache)), expected, options)
     if repository.branch is not None:
-        discard(folder, HUB_FILES)
-    return str(uploaded.repo_url)
+        discard(hub, HUB_FILES)
+    return str(commit.repo_url)
 
 
-def verify_formats(published: Published, expected: Expected, options: FolderArguments) -> None:
+def verify_formats(location: Location, expected: Expected, options: FolderArguments) -> None:
     """Verify a folder or repository and its native twin, of which only the logits are compared."""
-    verify(published, expected)
+    verify(location, expected)
     if options.has_twin:
-        verify(replace(published, subfolder=TWIN, has_code=False), replace(expected, windows={}, run_loss=None))
+        verify(replace(location, subfolder=TWIN, has_code=False), replace(expected, windows={}, run_loss=None))
 
 
 if __name__ == "__main__":

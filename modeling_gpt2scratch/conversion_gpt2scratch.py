@@ -9,7 +9,9 @@ uploaded with models.
 """
 
 import argparse
+import json
 import os
+import shutil
 import sys
 from contextlib import suppress
 from inspect import get_annotations
@@ -18,7 +20,14 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional
-from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.apertus import ApertusConfig, ApertusForCausalLM
 from transformers.utils import logging
 
@@ -63,6 +72,7 @@ SEED_FIELDS = {
 # Any two of these identify a seed checkpoint: its model_type is missing or "TransformerLanguageModel".
 SEED_ONLY_KEYS = {"embed_dim", "ff_dim", "max_seq_len"}
 SEED_WEIGHTS = "pytorch_model.bin"
+UNFINISHED = ".unfinished"  # folder in which the files are written
 SEED_PARAMETERS = {
     "_orig_mod": "",  # prefix in a compiled model
     "blocks": "transformer.h.",
@@ -251,13 +261,14 @@ def _seed_parameter_name(name: str) -> str:
     return name
 
 
-def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> str:
+def convert(source: str | Path, destination: str | Path, to: str = "gpt2scratch") -> str:
     """Convert `source` (a folder or a Hub id) and write the model and its tokenizer to `destination`. Return its `model_type`.
     Raise a `ModelError` if the source is not recognized or cannot be loaded or converted, or `destination` is not empty."""
     destination = Path(destination)
     if destination.exists() and not destination.is_dir():
         raise ModelError(f"{destination} is a file; use a new folder.")
-    if destination.exists() and any(not path.name.startswith(".") for path in destination.iterdir()):
+    names = {path.name for path in destination.iterdir()} if destination.exists() else set()
+    if UNFINISHED not in names and not all(name.startswith(".") for name in names):
         raise ModelError(f"{destination} is not empty; use a new folder.")
     folder = loading.fetch(source, *TOKENIZER, *OLD_TOKENIZER)
     with loading.one_sentence(source, "cannot be converted"):
@@ -286,14 +297,35 @@ def convert(source: str, destination: str | Path, to: str = "gpt2scratch") -> st
         model = to_native(model, to) if to != "gpt2scratch" else model
     if tokenizer is not None:
         loading.check_tokenizer(source, model, tokenizer)
+    unfinished = destination / UNFINISHED  # its name is hidden, so the same command can run again after a kill
     try:
-        destination.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
     except OSError as error:
         raise ModelError(f"{destination} cannot be created ({error.strerror}); use another folder.") from error
-    model.save_pretrained(destination)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(destination)
+    save(model, tokenizer, unfinished)
+    for path in unfinished.iterdir():
+        path.replace(destination / path.name)
+    unfinished.rmdir()
     return model.config.model_type
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+    """Save a model and its tokenizer. Transformers 4.57 and 5 both read the tokenizer of a native twin: version 5 writes a class and a
+    field that 4.57 does not know."""
+    model.save_pretrained(folder)
+    if tokenizer is None:
+        return
+    tokenizer.save_pretrained(folder)
+    if model.config.model_type != "gpt2scratch":
+        path = folder / TOKENIZER[1]
+        config = json.loads(path.read_text(encoding="utf-8"))
+        for name in ("backend", "is_local", "local_files_only"):
+            config.pop(name, None)
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if isinstance(config.get("extra_special_tokens"), list):
+            config["additional_special_tokens"] = config.pop("extra_special_tokens")
+        path.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> int:

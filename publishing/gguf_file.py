@@ -43,20 +43,31 @@ NO_MERGE = "À Á"  # two bytes that UTF-8 never contains: llama.cpp requires at
 SILENT_LOGIT = -1000.0
 
 
-def write_gguf(model: Path, destination: Path, kind: str, name: str, license: str | None = None) -> None:
-    """Write the model in folder `model` as GPT-2 or Apertus in GGUF v3, atomically.
-    `kind`: type of matrices, `f16` or `q8_0`. Vectors and position embeddings stay float32. Matrices whose row length is not a
-    multiple of 32 are stored as f16. Programs that run the file show `name` and `license`.
-    Raise a `UserError` if llama.cpp cannot compute this model or read its tokenizer, or the file cannot be written or is another's."""
+def write_gguf(
+    model: GPT2ScratchForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    destination: Path,
+    kind: str,
+    name: str,
+    license: str | None = None,
+) -> None:
+    """Write a float32 model as GPT-2 or Apertus in GGUF v3, atomically.
+    `kind`: type of matrices, `f16` or `q8_0`. Vectors and position embeddings stay float32. Matrices whose row length
+    is not a multiple of 32 are stored as f16. Programs that run the file show `name` and `license`.
+    Raise a `UserError` if llama.cpp cannot compute this model or read its tokenizer, or the file cannot be written or
+    is another's."""
     if gguf is None:
         raise UserError("Writing GGUF needs the package gguf: run pip install -e '.[gguf]'.")
     refuse_replacing(destination)
-    loaded, tokenizer = load_own_model(model, torch.float32), vocabulary.load(model)
-    config, kinds = loaded.config, gguf.GGMLQuantizationType
-    with model_errors(f"{model} cannot be converted to GGUF: {{}}."):
+    config, kinds, refusal = (
+        model.config,
+        gguf.GGMLQuantizationType,
+        f"{model.name_or_path} cannot be converted to GGUF",
+    )
+    with model_errors(f"{refusal}: {{}}."):
         is_modern = native_kind(config) == "apertus"
-    Problems(f"{model} cannot be converted to GGUF: {problem}" for problem in _problems(loaded, tokenizer)).refuse()
-    tensors = _tensors(to_apertus(loaded) if is_modern else loaded)
+    Problems(f"{refusal}: {problem}" for problem in _problems(model, tokenizer)).refuse()
+    tensors = _tensors(to_apertus(model) if is_modern else model)
     with disk_errors(destination), unfinished_path(destination, ".tmp") as unfinished:
         writer = gguf.GGUFWriter(unfinished, "apertus" if is_modern else "gpt2")
         writer.add_string(FILE_MARK, "GGUF")
@@ -79,7 +90,7 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
             writer.add_layer_norm_eps(config.layer_norm_epsilon)
         exact = {"position_embd.weight"}
         if _add_vocabulary(writer, tokenizer, config.vocab_size):
-            longer = _with_silent_row(model, tensors)
+            longer = _with_silent_row(model.name_or_path, tensors)
             tensors, exact = tensors | longer, exact | longer.keys()  # few rows; the last row needs full precision
         for tensor_name, tensor in tensors.items():
             if tensor.ndim == 1 or tensor_name in exact:
@@ -94,27 +105,28 @@ def write_gguf(model: Path, destination: Path, kind: str, name: str, license: st
 
 
 @torch.no_grad()
-def logit_difference(model: Path, file: Path, ids: torch.Tensor) -> tuple[float, float]:
-    """Return the differences between GGUF file and model: the largest of a logit, and the loss in nats per token.
-    `ids`: (B, T) int64. Computed in float32 with the file's weights and llama.cpp's activation. The rounding inside llama.cpp is
-    not included."""
-    ours = load_own_model(model, torch.float32)
-    if native_kind(ours.config) == "apertus":
-        theirs = to_apertus(ours)
+def logit_difference(model: GPT2ScratchForCausalLM, file: Path, ids: torch.Tensor) -> tuple[float, float]:
+    """Return the differences between GGUF file and float32 model: the largest of a logit, and the loss in nats per token.
+    `ids`: (B, T) int64. Computed in float32 with the file's weights and llama.cpp's activation. The rounding inside
+    llama.cpp is not included."""
+    if native_kind(model.config) == "apertus":
+        twin = to_apertus(model)
     else:
-        theirs = copy.deepcopy(ours)
-        for block in theirs.transformer.h:
+        twin = copy.deepcopy(model)
+        for block in twin.transformer.h:
             block.mlp.act = ACT2FN[LLAMA_CPP_GELU]
-    read = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(file).tensors}
-    for gguf_name, weight in _tensors(theirs).items():
-        weight.copy_(torch.from_numpy(np.array(read[gguf_name][: len(weight)])))
+    tensors = {
+        tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(file).tensors
+    }
+    for gguf_name, weight in _tensors(twin).items():
+        weight.copy_(torch.from_numpy(np.array(tensors[gguf_name][: len(weight)])))
     largest, losses = 0.0, []
     for row in ids:  # row by row: all logits together might not fit into memory
-        logits = [each(row[None]).logits[0] for each in (ours, theirs)]  # two arrays (T, V)
+        logits = [each(row[None]).logits[0] for each in (model, twin)]  # two arrays (T, V)
         largest = max(largest, (logits[1] - logits[0]).abs().max().item())
         losses.append([nn.functional.cross_entropy(each[:-1], row[1:]).item() for each in logits])
-    ours_mean, theirs_mean = np.mean(losses, axis=0)
-    return largest, float(theirs_mean - ours_mean)
+    model_loss, twin_loss = np.mean(losses, axis=0)
+    return largest, float(twin_loss - model_loss)
 
 
 def _tensors(model: GPT2ScratchForCausalLM | ApertusForCausalLM) -> dict[str, torch.Tensor]:
@@ -123,22 +135,22 @@ def _tensors(model: GPT2ScratchForCausalLM | ApertusForCausalLM) -> dict[str, to
     names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}  # lists shared weights once
     weights = with_biases(weights) if arch == gguf.MODEL_ARCH.GPT2 else weights
-    named = {names.get_name(name, try_suffixes=(".weight", ".bias")): weight for name, weight in weights.items()}
-    named.pop(None, None)  # the parameters of xIELU are metadata in GGUF
-    return named
+    tensors = {names.get_name(name, try_suffixes=(".weight", ".bias")): weight for name, weight in weights.items()}
+    tensors.pop(None, None)  # the parameters of xIELU are metadata in GGUF
+    return tensors
 
 
-def _with_silent_row(model: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _with_silent_row(model: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return embedding and head with one more token that is never generated: its logit is always SILENT_LOGIT.
-    llama.cpp ends a text at token 11 if the file names no end token, so a character model would stop at its twelfth character.
-    The input of the head is weight * z + bias of the last LayerNorm, where z sums to 0. Its product with a row of 1 / weight
-    depends on the bias alone, which is zero in an untrained model."""
+    llama.cpp ends a text at token 11 if the file names no end token, so a character model would stop at its twelfth
+    character. The input of the head is weight * z + bias of the last LayerNorm, where z sums to 0. Its product with a
+    row of 1 / weight depends on the bias alone, which is zero in an untrained model."""
     weight, bias = tensors["output_norm.weight"], tensors["output_norm.bias"]
     constant = (bias / weight).sum()
     if not constant.abs() > 1e-2:
         raise UserError(
-            f"{model} cannot be converted to GGUF: its tokenizer has no end-of-text token, which llama.cpp requires, and one "
-            f"can be added only after training; train the model first."
+            f"{model} cannot be converted to GGUF: its tokenizer has no end-of-text token, which llama.cpp requires, and "
+            f"one can be added only after training; train the model first."
         )
     row = (SILENT_LOGIT / constant / weight)[None]
     heads = [name for name in ("token_embd.weight", "output.weight") if name in tensors]
@@ -147,38 +159,39 @@ def _with_silent_row(model: Path, tensors: dict[str, torch.Tensor]) -> dict[str,
 
 def _problems(model: GPT2ScratchForCausalLM, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Yield each property of the model or tokenizer that llama.cpp does not support."""
-    name, x = model.config.activation_function, torch.linspace(-12, 12, 10_001)
+    activation, x = model.config.activation_function, torch.linspace(-12, 12, 10_001)
     with torch.no_grad():
-        gap = (ACT2FN[name](x) - ACT2FN[LLAMA_CPP_GELU](x)).abs().max().item()
+        gap = (ACT2FN[activation](x) - ACT2FN[LLAMA_CPP_GELU](x)).abs().max().item()
     if gap > ACTIVATION_TOLERANCE and native_kind(model.config) == "gpt2":
         yield (
-            f"its activation_function {name} differs by up to {gap:.2f} from the tanh GELU of llama.cpp; publish it without GGUF."
+            f"its activation_function {activation} differs by up to {gap:.2f} from the tanh GELU of llama.cpp; publish it "
+            f"without GGUF."
         )
-    rust, found = tokenizer.backend_tokenizer, []
-    if not encode.is_character(tokenizer.backend_tokenizer):
+    rust, parts = tokenizer.backend_tokenizer, []
+    if not encode.is_character(rust):
         words = json.loads(rust.to_str())["pre_tokenizer"] or {}
         if words.get("type") != "ByteLevel" or words["add_prefix_space"] or not words["use_regex"]:
-            found.append(f"pre_tokenizer {rust.pre_tokenizer}")
+            parts.append(f"pre_tokenizer {rust.pre_tokenizer}")
         if rust.normalizer is not None:
-            found.append(f"normalizer {rust.normalizer}")
+            parts.append(f"normalizer {rust.normalizer}")
         if not is_plain(rust):
-            found.append(f"a model {type(rust.model).__name__} that is not a plain BPE over bytes")
-    found += [
+            parts.append(f"a model {type(rust.model).__name__} that is not a plain BPE over bytes")
+    parts += [
         f"a token {token.content!r} that includes neighboring blanks or matches whole words only"
         for token in rust.get_added_tokens_decoder().values()
         if token.lstrip or token.rstrip or token.single_word
     ]
-    if found:
+    if parts:
         yield (
-            f"llama.cpp supports GPT-2's byte-level BPE, but the tokenizer has {', '.join(found)}; publish without GGUF."
+            f"llama.cpp supports GPT-2's byte-level BPE, but the tokenizer has {', '.join(parts)}; publish without GGUF."
         )
     if not model.config.use_bias and tokenizer.eos_token_id is None and vocabulary.END_OF_TEXT not in rust.get_vocab():
         yield (
             "its tokenizer has no end-of-text token, which llama.cpp requires, and one can be added only to a model with "
             "use_bias=True; publish the model without GGUF."
         )
-    if (needed := max(rust.get_vocab().values()) + 1) > model.config.vocab_size:
-        yield f"it has {model.config.vocab_size} embeddings but {needed} tokens."
+    if (tokens := max(rust.get_vocab().values()) + 1) > model.config.vocab_size:
+        yield f"it has {model.config.vocab_size} embeddings but {tokens} tokens."
 
 
 def _add_vocabulary(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> bool:
@@ -230,11 +243,12 @@ class GGUFArguments:
 def main(arguments: list[str]) -> None:
     parser = FlagParser((GGUFArguments,), __doc__.splitlines()[0], positional="paths")
     (options,) = parser.parse(arguments, check=GGUFArguments.check)
-    model, destination = options.paths
-    source, name = Path(find_model(model)), options.name or Path(model).resolve().name
-    Path(destination).parent.mkdir(parents=True, exist_ok=True)
-    write_gguf(source, Path(destination), options.type, name, options.license)
-    print(f"Wrote {destination} ({Path(destination).stat().st_size:,} bytes, {options.type}).")
+    source, destination = find_model(options.paths[0]), Path(options.paths[1])
+    model, tokenizer = load_own_model(source, torch.float32), vocabulary.load(source)
+    name = options.name or Path(options.paths[0]).resolve().name
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    write_gguf(model, tokenizer, destination, options.type, name, options.license)
+    print(f"Wrote {destination} ({destination.stat().st_size:,} bytes, {options.type}).")
 
 
 if __name__ == "__main__":

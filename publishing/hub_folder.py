@@ -10,11 +10,11 @@ from common.atomic import file_sha256, set_default_permissions, write_atomic
 from common.errors import UserError
 from common.removal import renew
 from modeling_gpt2scratch import GPT2ScratchConfig, configuration_gpt2scratch, loading
-from modeling_gpt2scratch.conversion_gpt2scratch import convert, native_kind
+from modeling_gpt2scratch.conversion_gpt2scratch import native_kind, save, to_native
 from modeling_gpt2scratch.loading import CONFIG, GENERATION, INDEX, SHARDS, TOKENIZER, WEIGHTS, read_json
 from publishing.card import FolderArguments, model_card
 from publishing.gguf_file import logit_difference, write_gguf
-from publishing.source import Source
+from publishing.published_model import PublishedModel, model_files
 from publishing.upload import Repository
 from training.checkpoints.loading import model_errors
 from training.checkpoints.run_folder import HUB_FILES
@@ -28,71 +28,58 @@ TWIN = "native"  # name of the subfolder with the native twin
 
 
 def assemble(
-    source: Source, repository: Repository, options: FolderArguments, destination: Path, ids: torch.Tensor
+    published: PublishedModel,
+    repository: Repository,
+    options: FolderArguments,
+    destination: Path,
+    ids: torch.Tensor,
 ) -> None:
     """Write the model, its card and the formats in `options` to `destination`. The card compares GGUF and model on `ids` (B, T).
-    Raise a `UserError` if the model lacks a file or cannot have the format, or `destination` was not written by this command."""
-    if missing := [name for name in (CONFIG, TOKENIZER[0]) if not (source.model / name).is_file()]:
-        raise UserError(f"{source.model} cannot be published: it lacks {', '.join(missing)}.")
-    source.check_pages()
+    Raise a `UserError` if the model cannot have a format, or `destination` was not written by this command."""
+    model, tokenizer = published.model, published.tokenizer
     renew(destination, "hub", HUB_FILES)
     if options.has_code:
-        for path in source.files(ALLOWED):
+        for path in model_files(published.folder, ALLOWED):
             shutil.copy(path, destination / path.name)
         if not options.trust_folder_code:
             _write_code(destination)
     if options.format != "gpt2scratch":
-        write_native(source.model, destination / TWIN if options.has_twin else destination)
-    for plot in source.run.plots.values() if source.run is not None else ():
-        if plot.is_file():
-            shutil.copy(plot, destination / plot.name)
+        twin = to_native(model)
+        twin = twin.to(published.dtype) if twin.config.model_type == "gpt2" else twin
+        save(twin, tokenizer, destination / TWIN if options.has_twin else destination)
+    for plot in published.plots:
+        shutil.copy(plot, destination / plot.name)
     gguf, name = [], repository.id.split("/")[1]
     for kind in options.gguf:
         file = destination / f"{name}-{kind.upper()}.gguf"
-        write_gguf(source.model, file, kind, name, options.license)
-        logits, loss = logit_difference(source.model, file, ids)
+        write_gguf(model, tokenizer, file, kind, name, options.license)
+        logits, loss = logit_difference(model, file, ids)
         gguf.append({"name": file.name, "kind": kind.upper(), "logits": logits, "loss": loss, "tokens": ids.numel()})
-    write_atomic(destination / "README.md", model_card(source, repository, options, gguf))
+    write_atomic(destination / "README.md", model_card(published, repository, options, gguf))
     set_default_permissions(destination)
 
 
-def check_code(source: Source) -> None:
+def check_code(folder: Path) -> None:
     """Raise a `UserError` for Python files that are not from a version of this project, or code named by the tokenizer.
     Such code would run on every machine that loads the published model."""
-    known = set(RELEASED_CODE.read_text(encoding="utf-8").split())
-    for path in source.files(CODE):
-        if file_sha256(path) not in {*known, file_sha256(OUR_CODE / path.name)}:
+    released = set(RELEASED_CODE.read_text(encoding="utf-8").split())
+    for path in model_files(folder, CODE):
+        if file_sha256(path) not in {*released, file_sha256(OUR_CODE / path.name)}:
             raise UserError(
-                f"{path} does not match any version of this project; read it, then add --trust_folder_code to publish it, or "
-                f"delete it to publish the current version."
+                f"{path} does not match any version of this project; read it, then add --trust_folder_code to publish it, "
+                f"or delete it to publish the current version."
             )
-    for path in source.files(("tokenizer_config.json",)):
-        with model_errors(f"{source.model} cannot be published: {{}}."):
-            described = read_json(source.model, path.name)
-        if "auto_map" in described:
+    for path in model_files(folder, ("tokenizer_config.json",)):
+        with model_errors(f"{folder} cannot be published: {{}}."):
+            settings = read_json(folder, path.name)
+        if "auto_map" in settings:
             raise UserError(f"{path} names its own code (auto_map), which is not published; remove auto_map.")
 
 
-def check_native(source: Source) -> None:
+def check_native(folder: Path) -> None:
     """Raise a `UserError` that names the fields of the model that no native class supports, and so neither does GGUF."""
-    with model_errors(), loading.one_sentence(source.model, "has neither a native format nor GGUF"):
-        native_kind(GPT2ScratchConfig.from_dict(loading.read_model_config(source.model)))
-
-
-def write_native(model: Path, destination: Path) -> None:
-    """Write the native twin: the model as a class of Transformers, for programs that do not run remote code.
-    Raise a `UserError` if `model` is damaged or no class of Transformers computes it, or if `destination` contains files."""
-    with model_errors():
-        convert(str(model), destination, to="native")
-    # Transformers 4.57 and 5 both read this. Version 5 writes a class and a field that 4.57 does not know.
-    path = destination / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    for name in ("backend", "is_local", "local_files_only"):
-        config.pop(name, None)
-    config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(config.get("extra_special_tokens"), list):
-        config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    with model_errors(), loading.one_sentence(folder, "has neither a native format nor GGUF"):
+        native_kind(GPT2ScratchConfig.from_dict(loading.read_model_config(folder)))
 
 
 def _write_code(destination: Path) -> None:

@@ -19,9 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from common.errors import Problems, UserError
 from common.removal import MARK
-from publishing.source import Source
-from training.checkpoints.loading import load_own_model
-from training.data.run_data import find_store
+from publishing.published_model import PublishedModel
 from training.evaluation.scoring import eval_windows
 
 ISOLATED_CHECK = Path(__file__).with_name("isolated_check.py")
@@ -57,7 +55,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Published:
+class Location:
     """Location of a published model: a folder, or a repository in a cache."""
 
     name: str
@@ -72,42 +70,42 @@ class Published:
 
 
 @torch.no_grad()
-def expect(source: Source) -> Expected:
-    """Compute the expected results. Raise a `UserError` if the model cannot be loaded."""
-    model = load_own_model(source.model, torch.float32)
-    config = model.config
+def expect(published: PublishedModel) -> Expected:
+    """Compute the expected results."""
+    model, config, training = published.model, published.model.config, published.training
     ids = torch.arange(min(PROBE_TOKENS, config.n_positions)) * 7919 % config.vocab_size
     expected = Expected(ids[None], model(ids[None]).logits[0])
-    if source.run is None:
-        return replace(expected, no_loss_because=f"{source.model} has no run to compare its loss with")
-    if (record := source.validation) is None:
-        return replace(expected, no_loss_because=f"the run has no validation at step {source.step:,}")
-    if (store := find_store(source.config.recipe)) is None:
-        gone = f"the text or token store of the run, {source.config.data.data}, no longer exists"
-        return replace(expected, no_loss_because=gone)
+    if training is None:
+        return replace(expected, no_loss_because=f"{published.folder} has no run to compare its loss with")
+    if (record := training.validation) is None:
+        return replace(expected, no_loss_because=f"the run has no validation at step {training.step:,}")
+    if training.store is None:
+        reason = f"the text or token store of the run, {training.data}, no longer exists"
+        return replace(expected, no_loss_because=reason)
     scored = -(-int(record["eval_tokens"]) // config.n_positions)
     affordable = max(1, int(FORWARD_FLOPS / (2 * model.num_parameters() * config.n_positions)))
-    windows = eval_windows(store, config.n_positions, min(scored, affordable), source.config.batch.mask_documents)
+    windows = eval_windows(training.store, config.n_positions, min(scored, affordable), training.mask_documents)
     return replace(expected, windows=windows, is_sample=affordable < scored, run_loss=record["eval_loss"])
 
 
-def verify(published: Published, expected: Expected) -> None:
+def verify(location: Location, expected: Expected) -> None:
     """Load and run the published model in a fresh process and print the result.
     Raise a `UserError` if it does not load, has missing or unexpected weights, or computes different results."""
-    answer, logits = _run_isolated(published, expected)
+    answer, logits = _run_isolated(location, expected)
     difference = cached = math.inf
     if logits.shape[-1] == expected.logits.shape[-1]:
         difference = (logits[:-1] - expected.logits).abs().max().item()
         cached = (logits[-1] - expected.logits[-1]).abs().max().item()
-    found, vocab_size, largest = Problems(), expected.logits.shape[-1], max(1.0, expected.logits.abs().max().item())
+    problems, largest = Problems(), max(1.0, expected.logits.abs().max().item())
+    vocab_size = expected.logits.shape[-1]
     if answer["wrong_keys"]:
-        found.add(f"{published} has missing or unexpected weights: {', '.join(answer['wrong_keys'][:5])}.")
+        problems.add(f"{location} has missing or unexpected weights: {', '.join(answer['wrong_keys'][:5])}.")
     if not difference <= LOGITS_TOLERANCE * largest:
-        found.add(f"{published} computes logits that differ by {difference:.1e} in a fresh process.")
+        problems.add(f"{location} computes logits that differ by {difference:.1e} in a fresh process.")
     elif not cached <= CACHE_TOLERANCE * largest:
-        found.add(f"{published} computes logits that differ by {cached:.1e} with cached keys and values.")
+        problems.add(f"{location} computes logits that differ by {cached:.1e} with cached keys and values.")
     if answer["vocabulary"] != vocab_size:
-        found.add(f"{published} has a tokenizer of {answer['vocabulary']} tokens but {vocab_size} embeddings.")
+        problems.add(f"{location} has a tokenizer of {answer['vocabulary']} tokens but {vocab_size} embeddings.")
     compared = f"validation loss not compared: {expected.no_loss_because}"
     if counts := answer["targets"]:
         loss, tolerance = sum(answer["nats"]) / sum(counts), LOSS_TOLERANCE
@@ -116,48 +114,48 @@ def verify(published: Published, expected: Expected) -> None:
             error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.inf
             tolerance += STANDARD_ERRORS * error
         if not abs(loss - expected.run_loss) <= tolerance:
-            found.add(
-                f"{published} has a validation loss of {loss:.4f} in a fresh process, but the run recorded "
+            problems.add(
+                f"{location} has a validation loss of {loss:.4f} in a fresh process, but the run recorded "
                 f"{expected.run_loss:.4f}; was the token store replaced?"
             )
         compared = f"validation loss {loss:.4f} (run: {expected.run_loss:.4f})"
-    found.refuse()
-    if published.subfolder:
+    problems.refuse()
+    if location.subfolder:
         print(f"The native twin, without remote code: logits differ by {difference:.1e}.")
         return
-    where = "the Hub" if published.cache is not None else "the folder"
+    where = "the Hub" if location.cache is not None else "the folder"
     print(
         f"Verified in a fresh process (from {where}): no missing or unexpected weights, logits differ by "
         f"{difference:.1e}, {compared}. Sample:\n  {answer['prompt']!r} -> {answer['text']!r}"
     )
 
 
-def _run_isolated(published: Published, expected: Expected) -> tuple[dict[str, Any], torch.Tensor]:
+def _run_isolated(location: Location, expected: Expected) -> tuple[dict[str, Any], torch.Tensor]:
     """Return the answer of isolated_check.py and its logits (T + 1, V): of the probe, and of the last token with a cache."""
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = Path(folder)
-        model, home = published.name, str(elsewhere / "home")
-        if published.cache is None:  # a copy: the check sees only published files and cannot change them
-            model = str(shutil.copytree(published.name, elsewhere / "model", ignore=shutil.ignore_patterns(MARK)))
+        model, home = location.name, str(elsewhere / "home")
+        if location.cache is None:  # a copy: the check sees only published files and cannot change them
+            model = str(shutil.copytree(location.name, elsewhere / "model", ignore=shutil.ignore_patterns(MARK)))
         request = {name: str(elsewhere / name) for name in ("files", "logits", "answer")} | {
             "model": model,
-            "revision": published.revision or "main",
-            "subfolder": published.subfolder,
-            "trust_remote_code": published.has_code,
+            "revision": location.revision or "main",
+            "subfolder": location.subfolder,
+            "trust_remote_code": location.has_code,
             "secrets": [constants.HF_TOKEN_PATH, constants.HF_STORED_TOKENS_PATH],
         }
         save_file({"probe": expected.probe, **expected.windows}, request["files"])
         (elsewhere / "request").write_text(json.dumps(request), encoding="utf-8")
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         environment |= {"HOME": home, "HF_HOME": home, "PYTHONUSERBASE": site.getuserbase(), "HF_HUB_OFFLINE": "1"}
-        if published.cache is not None:
-            environment["HF_HUB_CACHE"] = str(published.cache)
+        if location.cache is not None:
+            environment["HF_HUB_CACHE"] = str(location.cache)
         command = [sys.executable, "-P", str(ISOLATED_CHECK), "request"]  # -P: do not import from the script's folder
         result = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             last = (result.stderr.strip().splitlines() or ["no message"])[-1]
             outcome = "so it was not published"
-            if published.cache is not None:
+            if location.cache is not None:
                 outcome = "but it is now on the Hub; does an older file in the repository conflict?"
-            raise UserError(f"{published} does not load in a fresh process, {outcome}: {last}")
+            raise UserError(f"{location} does not load in a fresh process, {outcome}: {last}")
         return json.loads(Path(request["answer"]).read_text(encoding="utf-8")), load_file(request["logits"])["logits"]

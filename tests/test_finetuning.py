@@ -26,9 +26,10 @@ from examples.tuning.records import splits
 from examples.tuning.settings import Tuning
 from examples.tuning.template import PLAIN_TURNS
 from hub_server import File, Repository, serving
+from modeling_gpt2scratch.conversion_gpt2scratch import convert
 from publishing.gguf_file import write_gguf
-from publishing.hub_folder import write_native
 from tokenizer.encoding.vocabulary import character_tokenizer
+from training.checkpoints.loading import load_own_model
 from training.guard.lock import RunLock
 
 ANSWERS = {"Who is he?": "He is not at it.", "Are they on it?": "They are.", "Was it his?": "It was not his."}
@@ -178,9 +179,10 @@ def test_a_tuned_model_answers_and_stops_at_the_end_of_the_turn(tuned, tmp_path,
 
 def test_gguf_file_and_native_twin_have_the_template(tuned, tmp_path):
     gguf = pytest.importorskip("gguf", reason="gguf is an extra")
-    write_gguf(tuned[0], tmp_path / "model.gguf", "f16", "Tiny")
+    model, tokenizer = load_own_model(tuned[0], torch.float32), AutoTokenizer.from_pretrained(tuned[0])
+    write_gguf(model, tokenizer, tmp_path / "model.gguf", "f16", "Tiny")
     fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
-    write_native(tuned[0], tmp_path / "native")
+    convert(tuned[0], tmp_path / "native", to="native")
     template = AutoTokenizer.from_pretrained(tmp_path / "native").chat_template
     assert fields["tokenizer.chat_template"].contents() == template == PLAIN_TURNS
     assert json.loads((tmp_path / "native" / "generation_config.json").read_text())["eos_token_id"] == [0]

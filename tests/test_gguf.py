@@ -13,11 +13,10 @@ from transformers.activations import ACT2FN
 
 from conftest import MODERN, assert_user_error, prose
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from modeling_gpt2scratch.conversion_gpt2scratch import to_native
+from modeling_gpt2scratch.conversion_gpt2scratch import convert, to_native
 from publishing.gguf_file import logit_difference, main, write_gguf
-from publishing.hub_folder import write_native
 from tokenizer.corpus.chat import CHATML
-from tokenizer.encoding.vocabulary import character_tokenizer, save
+from tokenizer.encoding.vocabulary import character_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="gguf is an extra")
 
@@ -50,12 +49,12 @@ def model_folder(folder, tokenizer, **fields):
 
 @pytest.fixture
 def written(tmp_path):
-    """Function that writes a model folder and its GGUF file, and returns the model, the folder and the file."""
+    """Function that writes a model folder and its GGUF file, and returns the model and the file."""
 
     def write(tokenizer, kind="f16", **fields):
         model = model_folder(tmp_path / "model", tokenizer, **fields)
-        write_gguf(tmp_path / "model", tmp_path / "model.gguf", kind, "Tiny")
-        return model, tmp_path / "model", tmp_path / "model.gguf"
+        write_gguf(model, tokenizer, tmp_path / "model.gguf", kind, "Tiny")
+        return model, tmp_path / "model.gguf"
 
     return write
 
@@ -111,7 +110,7 @@ SHAPES = {
 @pytest.mark.parametrize(("make", "fields"), SHAPES.values(), ids=SHAPES)
 def test_llama_cpp_generates_the_same_text(make, fields, written, llama):
     tokenizer = make()
-    ours, _, file = written(tokenizer, **fields)
+    ours, file = written(tokenizer, **fields)
     ours, theirs = rounded(to_native(ours)), llama(file)
     prompt = tokenizer.encode("The of and ")
     expected = ours.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)[0].tolist()
@@ -128,7 +127,7 @@ def test_llama_cpp_generates_the_same_text(make, fields, written, llama):
 @pytest.mark.parametrize("make", [bpe, characters, ascii_characters])
 def test_llama_cpp_tokenizes_like_our_tokenizer(make, written, llama):
     tokenizer = make()
-    theirs = llama(written(tokenizer)[2])
+    theirs = llama(written(tokenizer)[1])
     for text in AWKWARD:
         if make is not bpe:  # our tokenizer refuses other characters, and llama.cpp drops them
             text = "".join(character for character in text if character in tokenizer.get_vocab())
@@ -140,7 +139,7 @@ def test_llama_cpp_tokenizes_like_our_tokenizer(make, written, llama):
 def test_llama_cpp_reads_the_special_tokens_and_the_chat_template(written, llama):
     tokenizer = bpe()
     tokenizer.add_tokens(["two words"])
-    theirs = llama(written(tokenizer, vocab_size=430)[2])
+    theirs = llama(written(tokenizer, vocab_size=430)[1])
     assert (theirs.token_bos(), theirs.token_eos(), theirs.metadata["tokenizer.ggml.padding_token_id"]) == (0, 0, "1")
     assert theirs.metadata["tokenizer.chat_template"] == CHATML
     assert theirs.metadata["general.name"] == "Tiny"
@@ -154,7 +153,7 @@ def test_llama_cpp_reads_the_special_tokens_and_the_chat_template(written, llama
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_without_an_end_token_generates_without_stopping_in_llama_cpp(tied, written, llama):
     tokenizer = characters()
-    ours, _, file = written(tokenizer, tie_word_embeddings=tied)
+    ours, file = written(tokenizer, tie_word_embeddings=tied)
     theirs = llama(file)
     end = len(tokenizer)
     assert (theirs.token_eos(), theirs.n_vocab()) == (end, end + 1)
@@ -173,9 +172,9 @@ EXACT = {"activation_function": "gelu"}
 )
 def test_the_logits_of_llama_cpp_differ_as_reported(kind, fields, room, written, llama):
     """`room` allows for rounding by llama.cpp: activations to f16, or to 8 bits before a Q8_0 matrix."""
-    ours, folder, file = written(bpe(), kind, **fields)
+    ours, file = written(bpe(), kind, **fields)
     ids = some_ids(ours)
-    theirs, (logits, loss_gap) = llama_logits(llama(file), ids), logit_difference(folder, file, torch.tensor([ids]))
+    theirs, (logits, loss_gap) = llama_logits(llama(file), ids), logit_difference(ours, file, torch.tensor([ids]))
     measured = theirs - logits_of(ours, ids)
     assert measured.abs().max() == pytest.approx(logits, abs=room)
     loss = partial(torch.nn.functional.cross_entropy, target=torch.tensor(ids[1:]))
@@ -183,7 +182,7 @@ def test_the_logits_of_llama_cpp_differ_as_reported(kind, fields, room, written,
 
 
 def test_only_matrices_are_quantized(written):
-    kinds = kinds_of(written(bpe(), "q8_0", n_inner=48)[2])
+    kinds = kinds_of(written(bpe(), "q8_0", n_inner=48)[1])
     in_blocks = ("attn_qkv", "attn_output", "ffn_up")
     quantized = {f"blk.{layer}.{name}.weight" for layer in range(2) for name in in_blocks}
     assert {name for name in kinds if kinds[name] == "Q8_0"} == {"token_embd.weight", "output.weight", *quantized}
@@ -195,10 +194,10 @@ def test_only_matrices_are_quantized(written):
 
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
 def test_an_f16_file_differs_by_rounding_and_by_the_exact_gelu(written, activation):
-    ours, folder, file = written(bpe(), tie_word_embeddings=True, activation_function=activation)
+    ours, file = written(bpe(), tie_word_embeddings=True, activation_function=activation)
     assert "output.weight" not in kinds_of(file)
     ids = torch.tensor([some_ids(ours), some_ids(ours)[::-1]])
-    logits, loss = logit_difference(folder, file, ids)
+    logits, loss = logit_difference(ours, file, ids)
     with torch.no_grad():
         before, loss_before = ours(ids).logits, ours(ids, labels=ids).loss
         for block in rounded(ours).transformer.h:
@@ -232,8 +231,8 @@ def test_the_command_writes_a_file_of_a_run(run, tmp_path, launch):
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
 def test_transformers_reads_a_gguf_file_given_the_context_length(tied, activation, written):
     given, tokenizer = {"n_positions": 64, "n_inner": 48, "activation_function": activation}, bpe()
-    ours, folder, file = written(tokenizer, **given, tie_word_embeddings=tied)
-    write_native(folder, file.parent / "native")
+    ours, file = written(tokenizer, **given, tie_word_embeddings=tied)
+    convert(file.parent / "model", file.parent / "native", to="native")
     shutil.move(file, file.parent / "native")
     loaded = AutoModelForCausalLM.from_pretrained(file.parent / "native", gguf_file=file.name, **given)
     ids = some_ids(ours)
@@ -277,21 +276,19 @@ SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\d"), "isolated"),
     ],
 )
 def test_a_model_that_llama_cpp_would_compute_or_tokenize_differently_is_refused(make, fields, sentence, tmp_path):
-    model_folder(tmp_path / "model", make(), **fields)
-    assert_user_error(sentence, write_gguf, tmp_path / "model", tmp_path / "model.gguf", "f16", "Tiny")
+    model = model_folder(tmp_path / "model", tokenizer := make(), **fields)
+    assert_user_error(sentence, write_gguf, model, tokenizer, tmp_path / "model.gguf", "f16", "Tiny")
     assert not (tmp_path / "model.gguf").exists()
 
 
 def test_an_unusable_model_or_file_is_refused(tmp_path):
-    model_folder(tmp_path / "model", bpe())
     (tmp_path / "folder.gguf").mkdir()
-    config = GPT2ScratchConfig(vocab_size=len(characters()), n_embd=32, n_layer=1, n_head=2)
-    GPT2ScratchForCausalLM(config).save_pretrained(tmp_path / "characters")
-    save(characters(), tmp_path / "characters")
-    for model, file, sentence in (
-        ("characters", "model.gguf", "one can be added only after training; train the model first"),
-        ("model", "folder.gguf", r"folder\.gguf exists and was not written by this command"),
+    tokenizer = characters()
+    model = GPT2ScratchForCausalLM(GPT2ScratchConfig(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2))
+    for file, sentence in (
+        ("model.gguf", "one can be added only after training; train the model first"),
+        ("folder.gguf", r"folder\.gguf exists and was not written by this command"),
     ):
-        assert_user_error(sentence, write_gguf, tmp_path / model, tmp_path / file, "f16", "Tiny")
+        assert_user_error(sentence, write_gguf, model, tokenizer, tmp_path / file, "f16", "Tiny")
     assert_user_error("Name a model and a file", main, [str(tmp_path)])
-    assert {path.name for path in tmp_path.iterdir()} == {"model", "characters", "folder.gguf"}
+    assert {path.name for path in tmp_path.iterdir()} == {"folder.gguf"}

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import MODERN_RUN, REPOSITORY, assert_user_error, prose, tokenized, trained
 from modeling_gpt2scratch.conversion_gpt2scratch import convert
-from publishing.card import FolderArguments, harness_results, model_card
-from publishing.source import find_source
+from publishing.card import FolderArguments, model_card
+from publishing.published_model import PublishedModel, find_folder
 from publishing.upload import Repository
 from training import evaluate
 
@@ -143,10 +143,9 @@ def test_a_character_model_of_the_modern_family_uses_the_given_prefix_token(task
 
 def test_the_card_shows_harness_results_only_of_its_own_weights(results, models, tasks):
     checkpoint = models["checkpoint"]
-    source = find_source(checkpoint, None)
-    shutil.copytree(tasks / "checkpoint", source.run.evaluations)
+    evaluations = shutil.copytree(tasks / "checkpoint", checkpoint.parents[1] / "lm_eval")
     result, _ = results["checkpoint"]
-    card = ModelCard(model_card(source, Repository("me/tiny"), FolderArguments()))
+    card = ModelCard(model_card(PublishedModel.read(checkpoint), Repository("me/tiny"), FolderArguments()))
     listed = {(entry.dataset_name, entry.metric_type): entry for entry in card.data.eval_results}
     assert set(listed) == {
         *(("held-out text of the training sources", metric) for metric in ("loss", "perplexity", "bits_per_byte")),
@@ -157,9 +156,9 @@ def test_the_card_shows_harness_results_only_of_its_own_weights(results, models,
     assert listed["which", "acc"].dataset_split == "test"
     assert listed["which", "acc"].source_name == f"lm-eval {lm_eval.__version__}, 0-shot"
     assert "## Evaluation\n\n| task | metric | value | source |" in card.text
-    [path] = source.run.evaluations.glob("*/results_*.json")
+    [path] = evaluations.glob("*/results_*.json")
     path.write_text(path.read_text().replace("step_00000030", "step_00000015"))  # results of other weights
-    assert harness_results(source) == []
+    assert PublishedModel.read(checkpoint).harness == []
 
 
 def test_evaluate_reports_the_results_of_lm_eval(results, models, tasks, store, tmp_path, monkeypatch):
@@ -174,7 +173,8 @@ def test_evaluate_reports_the_results_of_lm_eval(results, models, tasks, store, 
     acc, stderr = (kept["results"]["which"][f"acc{name},none"] for name in ("", "_stderr"))
     alone = shutil.copytree(run / "model", tmp_path / "alone")  # a model without a run
     evaluate.main([str(alone), "--data", str(store.folder), "--tasks", "which"])
-    cards = [model_card(find_source(folder, None), Repository("me/tiny"), FolderArguments()) for folder in (run, alone)]
+    models = [PublishedModel.read(find_folder(folder, None)) for folder in (run, alone)]
+    cards = [model_card(published, Repository("me/tiny"), FolderArguments()) for published in models]
     for page in (*cards, (run / "report.md").read_text()):
         assert f"| which, acc | {acc:.4f} | {stderr:.4f} |\n" in page
     for entries in (ModelCard(card).data.eval_results for card in cards):

@@ -16,7 +16,7 @@ from conftest import trained
 from examples.tuning.base import record_of
 from examples.tuning.settings import Tuning
 from publishing.card import FolderArguments, model_card
-from publishing.source import find_source
+from publishing.published_model import PublishedModel, find_folder
 from publishing.upload import Repository
 from tokenizer.corpus import files, named_data
 from tokenizer.corpus.records import records
@@ -98,7 +98,7 @@ def read_logs(run: Path, store: TokenStore) -> None:
     starts_in_force(events)
     hours(events, datetime.now(UTC))
     best_step(run / "metrics.jsonl")
-    model_card(find_source(run, None), Repository("me/x"), FolderArguments())
+    model_card(PublishedModel.read(find_folder(run, None)), Repository("me/x"), FolderArguments())
     report.write_report(RunFolder(run))
     forget_after(run / "metrics.jsonl", 3)
 

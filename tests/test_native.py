@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import ApertusForCausalLM, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
-from conftest import MODERN, assert_user_error, prose
+from conftest import MODERN, prose
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from publishing.hub_folder import write_native
+from modeling_gpt2scratch.conversion_gpt2scratch import convert
 from tokenizer.corpus.chat import CHATML, CHATML_TOKENS
 from tokenizer.encoding.vocabulary import character_tokenizer, save, train_bpe
 
@@ -52,7 +52,7 @@ def model_folder(folder, tokenizer, seed=1, **fields):
 def test_transformers_reads_the_same_model_with_its_own_classes(make, fields, special, tmp_path):
     tokenizer = make()
     ours = model_folder(tmp_path / "model", tokenizer, **fields)
-    write_native(tmp_path / "model", tmp_path / "native")
+    convert(tmp_path / "model", tmp_path / "native", to="native")
     native, words = (kind.from_pretrained(tmp_path / "native") for kind in (AutoModelForCausalLM, AutoTokenizer))
     kind = ApertusForCausalLM if "normalization" in fields else GPT2LMHeadModel
     assert (type(native), native.dtype, native.config.eos_token_id) == (kind, torch.float32, tokenizer.eos_token_id)
@@ -68,7 +68,7 @@ def test_transformers_reads_the_same_model_with_its_own_classes(make, fields, sp
 
 def test_the_native_folder_has_the_files_that_other_programs_need(tmp_path):
     model_folder(tmp_path / "model", bpe())
-    write_native(tmp_path / "model", tmp_path / "native")
+    convert(tmp_path / "model", tmp_path / "native", to="native")
     files = {f"{name}.json" for name in ("config", "generation_config", "tokenizer", "tokenizer_config")}
     files |= {"model.safetensors", "chat_template.jinja"}
     assert {path.name for path in (tmp_path / "native").iterdir()} == files
@@ -79,6 +79,3 @@ def test_the_native_folder_has_the_files_that_other_programs_need(tmp_path):
     assert described["tokenizer_class"] == "PreTrainedTokenizerFast"  # 4.57 does not know TokenizersBackend
     assert described["additional_special_tokens"] == ["<|im_start|>", "<|im_end|>"]
     assert "extra_special_tokens" not in described  # Transformers 4.57 fails on a list here
-    assert_user_error("is not empty; use a new folder", write_native, tmp_path / "model", tmp_path / "native")
-    sentence = "neither a local folder nor a model on the Hub"
-    assert_user_error(sentence, write_native, tmp_path / "nothing", tmp_path / "other")

@@ -24,7 +24,7 @@ from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchConfig
 from publishing.card import FolderArguments, model_card
 from publishing.hub_folder import CODE, OUR_CODE, RELEASED_CODE
-from publishing.source import find_source
+from publishing.published_model import PublishedModel, find_folder
 from publishing.upload import WRITTEN, Repository, published_files, upload
 from tokenizer.encoding.vocabulary import VocabularyArguments, build
 from training import evaluate
@@ -78,7 +78,7 @@ def test_a_dry_run_assembles_only_allowed_files_of_the_checkpoint(a_copy, capsys
     push(a_copy, "--dry_run", "--license", "mit", "--language", "en")
     assert {path.name for path in (a_copy / "hub").iterdir()} == {*ALWAYS, ".gpt2scratch.json"}
     output = capsys.readouterr().out
-    loss = find_source(a_copy, None).validation["eval_loss"]
+    loss = metrics(a_copy)[-1]["eval_loss"]
     assert f"logits differ by 0.0e+00, validation loss {loss:.4f} (run: {loss:.4f})" in output
     size = (newest / WEIGHTS).stat().st_size
     assert f"{size:>15,} bytes  model.safetensors" in output
@@ -87,14 +87,14 @@ def test_a_dry_run_assembles_only_allowed_files_of_the_checkpoint(a_copy, capsys
 
 def test_the_requested_checkpoint_is_chosen(a_copy):
     change_losses(a_copy, {2: 5.0, 4: 4.0, 6: 4.5})
-    chosen = {wanted: find_source(a_copy, wanted).step for wanted in (None, "last", "best", "2")}
-    assert chosen == {None: 6, "last": 6, "best": 4, "2": 2}
-    assert find_source(a_copy / "checkpoints" / "step_00000004", None).step == 4
-    assert find_source(a_copy / "model", "best").step == 4
-    assert_user_error(r"checkpoint is 3, but .* has these checkpoint steps: 2, 4, 6; use one", find_source, a_copy, "3")
-    assert_user_error("remove --checkpoint best", find_source, a_copy / "checkpoints" / "step_00000004", "best")
+    steps = [f"step_0000000{step}" for step in (6, 6, 4, 2)]
+    assert [find_folder(a_copy, wanted).name for wanted in (None, "last", "best", "2")] == steps
+    assert find_folder(a_copy / "checkpoints" / "step_00000004", None).name == "step_00000004"
+    assert find_folder(a_copy / "model", "best").name == "step_00000004"
+    assert_user_error(r"checkpoint is 3, but .* has these checkpoint steps: 2, 4, 6; use one", find_folder, a_copy, "3")
+    assert_user_error("remove --checkpoint best", find_folder, a_copy / "checkpoints" / "step_00000004", "best")
     (a_copy / "metrics.jsonl").write_text("")
-    assert_user_error("none of them was validated", find_source, a_copy, "best")
+    assert_user_error("none of them was validated", find_folder, a_copy, "best")
 
 
 def test_nothing_is_published_if_a_checkpoint_is_damaged(a_copy, hub):
@@ -243,7 +243,7 @@ def test_the_hashes_of_the_current_code_are_recorded():
 
 
 def test_a_model_whose_loss_differs_from_the_run_is_not_published(a_copy):
-    change_losses(a_copy, dict.fromkeys((2, 4, 6), find_source(a_copy, None).validation["eval_loss"] + 0.02))
+    change_losses(a_copy, dict.fromkeys((2, 4, 6), metrics(a_copy)[-1]["eval_loss"] + 0.02))
     assert_refused(a_copy, r"has a validation loss of [\d.]+ in a fresh process, but the run recorded")
 
 
@@ -294,7 +294,7 @@ def test_wrong_arguments_are_refused(run, arguments, expected):
 
 
 def card_of(folder: Path, wanted: str | None = None) -> str:
-    return model_card(find_source(folder, wanted), MINE, FolderArguments())
+    return model_card(PublishedModel.read(find_folder(folder, wanted)), MINE, FolderArguments())
 
 
 def test_the_card_describes_the_run(run, verified):
@@ -303,7 +303,7 @@ def test_the_card_describes_the_run(run, verified):
     data = card.data.to_dict()
     assert (data["license"], data["language"], data["pipeline_tag"]) == ("mit", ["en"], "text-generation")
     assert (data["library_name"], data["tags"]) == ("transformers", ["gpt2scratch", "from-scratch"])
-    scored = find_source(run, "4").validation
+    [scored] = [entry for entry in metrics(run) if entry["step"] == 4 and "eval_loss" in entry]
     values = {result.metric_type: result.metric_value for result in card.data.eval_results}
     assert values == {name: round(scored[f"eval_{name}"], 4) for name in ("loss", "perplexity", "bits_per_byte")}
     assert "11,648 parameters" in card.text
@@ -363,7 +363,7 @@ def test_the_card_is_built_from_an_edited_report_or_a_report_of_an_older_version
 
 def test_a_card_names_its_branch_and_the_native_and_gguf_files(run):
     branch = Repository("me/tiny", branch="step0000002-tokens128")
-    card = model_card(find_source(run, "2"), branch, FolderArguments("both"), [GGUF])
+    card = model_card(PublishedModel.read(find_folder(run, "2")), branch, FolderArguments("both"), [GGUF])
     assert card.count('"me/tiny", revision="step0000002-tokens128", trust_remote_code=True') == 5
     assert '("me/tiny", subfolder="native")' in card
     assert "for llama.cpp: `llama-completion -hf me/tiny:F16 -p ...`. On 256 tokens" in card

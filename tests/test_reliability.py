@@ -39,7 +39,7 @@ from conftest import (
     weights,
 )
 from publishing.card import FolderArguments, model_card
-from publishing.source import find_source
+from publishing.published_model import PublishedModel, find_folder
 from publishing.upload import Repository
 from training.checkpoints.checkpoint import _seal, complete_checkpoints, damage
 from training.checkpoints.run_folder import RunFolder
@@ -536,7 +536,8 @@ def test_report_and_card_list_every_change_with_its_step(run, train, tmp_path):
     once = twice[:3] + ["step 9: learning_rate changed from 0.03 to 0.05"]
     assert changes_of((branch / "report.md").read_text()) == once
     for folder, changes in ((run, twice), (branch, once)):
-        assert changes_of(model_card(find_source(folder, None), Repository("me/tiny"), FolderArguments())) == changes
+        published = PublishedModel.read(find_folder(folder, None))
+        assert changes_of(model_card(published, Repository("me/tiny"), FolderArguments())) == changes
 
 
 def test_a_run_killed_before_its_config_was_written_can_start(train, tmp_path):

@@ -1,0 +1,217 @@
+"""Model to publish, with all facts that its card, its files and its verification need. Nothing else reads the run folder."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from huggingface_hub import EvalResult
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from common.errors import NONSENSE, UserError
+from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from modeling_gpt2scratch.loading import CONFIG, TOKENIZER, own_file
+from publishing.upload import WRITTEN_LINE
+from tokenizer.encoding import vocabulary
+from tokenizer.store.store import TokenStore
+from training.checkpoints import checkpoint as checkpoints
+from training.checkpoints.loading import load_own_model, model_errors
+from training.checkpoints.metrics import read_metrics
+from training.checkpoints.run_folder import RunFolder, find_checkpoint, is_checkpoint, run_of
+from training.checkpoints.samples import read_samples
+from training.config import read_config
+from training.data.run_data import find_recorded_store
+from training.report.report import evaluation_of, facts_of, sections_of
+
+HARNESS = "https://github.com/EleutherAI/lm-evaluation-harness"
+
+
+@dataclass(frozen=True)
+class Training:
+    """Training of a published checkpoint."""
+
+    step: int
+    tokens: int  # number of tokens that the checkpoint was trained on
+    validation: dict[str, float] | None  # the run's metrics at this step
+    data: str  # token store or text
+    store: TokenStore | None  # with the tokens that the checkpoint recorded, if it still exists
+    mask_documents: bool
+    pretrained: str | None  # model that the run started from
+    prompts: list[str]
+    samples: list[str]  # texts that the model wrote
+
+    @property
+    def branch(self) -> str:
+        """Branch of the repository for this checkpoint, such as `step0001000-tokens33M` (a scheme like Pythia's)."""
+        return f"step{self.step:07d}-tokens{in_short(self.tokens)}"
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """Model of a checkpoint, or of a folder without a run."""
+
+    folder: Path
+    model: GPT2ScratchForCausalLM  # in float32
+    dtype: torch.dtype  # of the saved weights
+    tokenizer: PreTrainedTokenizerBase
+    training: Training | None  # None for a folder without a run
+    facts: dict[str, Any] | None  # of report.json, or None if there is a page that a person wrote
+    metadata: dict[str, Any]  # of the README.md of a folder without a run
+    sections: dict[str, str]  # of the page that a person wrote, by heading
+    evaluation: dict[str, Any]  # results of evaluate.py for these weights
+    harness: list[EvalResult]  # results of lm-eval for these weights, oldest first
+    plots: list[Path]
+
+    @staticmethod
+    def read(folder: Path) -> "PublishedModel":
+        """Read a folder of `find_folder`. Raise a `UserError` if a part is missing, damaged, or a link out of the folder."""
+        run = RunFolder(run_of(folder)) if is_checkpoint(folder) else None
+        if missing := [name for name in (CONFIG, TOKENIZER[0]) if not (folder / name).is_file()]:
+            raise UserError(f"{folder} cannot be published: it lacks {', '.join(missing)}.")
+        for path in run.files if run is not None else [folder / "README.md"]:
+            _own(path)
+        model, facts = load_own_model(folder, torch.float32), facts_of(run) if run is not None else None
+        # A run may have results of other weights than these.
+        home, page = run or RunFolder(folder), folder / "README.md" if run is None else run.report
+        metadata, sections = read_page(page) if facts is None else ({}, {})
+        return PublishedModel(
+            folder=folder,
+            model=model,
+            dtype=AutoConfig.from_pretrained(folder, trust_remote_code=False).dtype or torch.float32,
+            tokenizer=vocabulary.load(folder),
+            training=_training(run, folder) if run is not None else None,
+            facts=facts,
+            metadata=metadata if run is None else {},
+            sections=sections,
+            evaluation=evaluation_of(home, folder) or {},
+            harness=_harness_results(home, folder),
+            plots=[plot for plot in run.plots.values() if plot.is_file()] if run is not None else [],
+        )
+
+
+def find_folder(path: Path, wanted: str | None) -> Path:
+    """Return the checkpoint or model folder to publish. `wanted` selects the checkpoint of a run: `last`, `best` or a step (None
+    means `last`). Raise a `UserError` if it does not exist or is damaged."""
+    if (path / CONFIG).is_file() and not is_checkpoint(path) and not RunFolder(path.parent).is_run():
+        if wanted is not None:
+            raise UserError(f"{path} is a model without a run and has no checkpoint {wanted}; leave --checkpoint out.")
+        return path
+    run = RunFolder(run_of(path))
+    if not checkpoints.complete_checkpoints(run.checkpoints):
+        raise UserError(f"{run.path} cannot be published: it has no checkpoint yet; train until one is saved.")
+    return _whole(path if is_checkpoint(path) and wanted is None else find_checkpoint(path, wanted or "last"))
+
+
+def all_folders(checkpoint: Path) -> list[Path]:
+    """Return every kept checkpoint of the run, oldest first. Raise a `UserError` if one of them is damaged."""
+    return list(map(_whole, checkpoints.complete_checkpoints(checkpoint.parent)))
+
+
+def _whole(checkpoint: Path) -> Path:
+    if (problem := checkpoints.damage(checkpoint)) is not None:
+        raise UserError(f"{checkpoint} is damaged: {problem}. Publish another one with --checkpoint STEP.")
+    return checkpoint
+
+
+def hub_folder_of(folder: Path) -> Path:
+    """Return the folder in which the files for the Hub are assembled."""
+    if is_checkpoint(folder):
+        return RunFolder(run_of(folder)).hub
+    return folder.resolve().with_name(f"{folder.resolve().name}-hub")
+
+
+def model_files(folder: Path, allowed: tuple[str, ...]) -> list[Path]:
+    """Return the model's files that match a pattern. Files that a checkpoint's manifest does not list are left out.
+    Raise a `UserError` for a link that leads out of the folder."""
+    names = checkpoints.listed_files(folder) if is_checkpoint(folder) else [path.name for path in folder.iterdir()]
+    paths = [folder / name for name in names if "/" not in name]
+    return [_own(path) for path in paths if path.is_file() and any(fnmatch(path.name, name) for name in allowed)]
+
+
+def _own(path: Path) -> Path | None:
+    with model_errors(f"{path.parent} cannot be published: {{}}; replace the link by the file."):
+        return own_file(path.parent, path.name)
+
+
+def in_short(number: int) -> str:
+    """Return a number in short form with at least two digits: 33M, 1740K, and 2000M for 2 billion."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= 10 * size:
+            return f"{round(number / size)}{unit}"
+    return str(number)
+
+
+def _training(run: RunFolder, checkpoint: Path) -> Training:
+    state, config = checkpoints.load_state(checkpoint), read_config(["--config", str(run.config)])
+    step, validations = state.position.step, [entry for entry in read_metrics(run.metrics) if "eval_loss" in entry]
+    return Training(
+        step=step,
+        tokens=state.position.tokens,
+        validation=next((entry for entry in reversed(validations) if entry["step"] == step), None),
+        data=config.data.data,
+        store=find_recorded_store(config.data.data, state.settings["data"]),
+        mask_documents=config.batch.mask_documents,
+        pretrained=config.run.init_from,
+        prompts=config.sampling.sample_prompts,
+        samples=[text for texts in read_samples(run.samples).values() for text in texts if text],
+    )
+
+
+def read_page(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the metadata and the sections of a page that was written by hand. Both are empty if it does not exist.
+    Raise a `UserError` if the metadata is not YAML."""
+    page = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    block = re.match(r"---\n(.*?)\n---\n", page, flags=re.DOTALL)
+    try:
+        metadata = yaml.safe_load(block[1]) if block else None
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"The metadata of {path} is not YAML: {' '.join(str(error).split())}; correct it.") from error
+    sections = sections_of(WRITTEN_LINE.sub("", page[block.end() if block else 0 :]).strip())
+    sections[""] = re.sub(r"\A# .*\n*", "", sections[""]).strip()
+    return metadata if isinstance(metadata, dict) else {}, sections
+
+
+def _harness_results(home: RunFolder, folder: Path) -> list[EvalResult]:
+    """Return the results of lm-eval for these weights. `home`: the run, or the folder of a model without a run."""
+    results, is_newest = [], is_checkpoint(folder) and checkpoints.step_of(folder) == home.newest_step()
+    paths = filter(Path.is_file, home.evaluations.glob("**/results_*.json"))
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime):
+        try:
+            measured = json.loads(path.read_text(encoding="utf-8"))
+            model, entries = Path(measured["model_name"]).resolve(), list(harness_entries(measured))
+            {entry.unique_identifier for entry in entries}  # a card groups results by this identifier
+        except NONSENSE as error:
+            raise UserError(f"{path} is incomplete or damaged; delete it, or run lm_eval again.") from error
+        is_own = model == folder.resolve()
+        if is_newest and model == home.model.resolve():  # it has the weights of the newest checkpoint
+            is_own = (
+                path.stat().st_mtime >= (folder / checkpoints.MANIFEST).stat().st_mtime
+            )  # and had them when measured
+        results += entries if is_own else []
+    return results
+
+
+def harness_entries(measured: dict[str, Any]) -> Iterator[EvalResult]:
+    """Yield the results in a file of lm-eval for the Hub's `model-index`."""
+    for name, task in measured["configs"].items():
+        # Local tasks have no dataset id on the Hub, and a local path must not be published.
+        is_local = task["dataset_path"] in (None, "json") or Path(task["dataset_path"]).is_absolute()
+        for key, value in measured["results"][name].items():
+            metric, _, name_of_filter = key.partition(",")
+            if name_of_filter and not metric.endswith("_stderr") and isinstance(value, float):
+                yield EvalResult(
+                    task_type="text-generation",
+                    dataset_type=name if is_local else task["dataset_path"],
+                    dataset_name=name,
+                    dataset_config=task.get("dataset_name"),
+                    dataset_split=task.get("test_split") or task.get("validation_split"),
+                    metric_type=metric,
+                    metric_value=value,
+                    source_name=f"lm-eval {measured['lm_eval_version']}, {measured['n-shot'][name]}-shot",
+                    source_url=HARNESS,
+                )
