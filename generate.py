@@ -27,7 +27,8 @@ from transformers.utils import logging as transformers_logging
 from common.command_line import FlagParser, run
 from common.errors import UserError
 from common.limits import setting
-from modeling_gpt2scratch.loading import ModelError, arrange_weights, chat_ids, check_logits, encode_prompt, end_tokens
+from modeling_gpt2scratch.loading import ModelError, arrange_weights, check_logits
+from modeling_gpt2scratch.prompts import chat_ids, encode_prompt, end_tokens
 from training.checkpoints.loading import find_model, load_any_model, model_errors
 from training.evaluation.sampling import TextStream, compiled, continue_texts, continue_tokens, generation_config
 from training.log.screen import IN_NOTEBOOK

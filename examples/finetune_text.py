@@ -18,7 +18,7 @@ from examples.tuning.measurements import MEASURED, Learned, mean_loss
 from examples.tuning.records import HELD_OUT, read_examples, read_texts
 from examples.tuning.settings import need, parse, start
 from examples.tuning.trainer import lora, shared_settings, train_and_save
-from modeling_gpt2scratch.loading import encode
+from modeling_gpt2scratch.prompts import encode
 from training.checkpoints.loading import model_errors
 
 OPENING_TOKENS = 8  # of held-out text, used as a prompt

@@ -4,11 +4,9 @@
 knows, and all others are refused. This file is not uploaded with models.
 """
 
-import copy
 import json
-import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,6 @@ WEIGHTS, SHARDS, INDEX = "model.safetensors", "model-*-of-*.safetensors", "model
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 OLD_TOKENIZER = ("vocab.json", "merges.txt", "added_tokens.json")
 MISFIT = "its weights do not fit its config.json"
-LOWEST_TEMPERATURE = 1e-6  # logits divided by a smaller number may overflow in float32
 LAYERS = ("n_layer", "num_hidden_layers", "num_layers", "n_layers")
 MAX_LABELS = 1_000_000
 # Settings of a config.json that make Transformers read other weight files or quantized weights.
@@ -126,17 +123,6 @@ def check_tokenizer(source: str | Path, model: PreTrainedModel, tokenizer: PreTr
         )
 
 
-def load_with_tokenizer(
-    source: str | Path, dtype: str | torch.dtype = "auto"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer. Raise a `ModelError` if one cannot be loaded or they do not match."""
-    model = load_model(source, dtype)  # first: it checks config.json, which the tokenizer reads too
-    tokenizer = load_tokenizer(source)
-    check_tokenizer(source, model, tokenizer)
-    _add_turn_end(model, tokenizer)
-    return model, tokenizer
-
-
 @torch.no_grad()
 def check_logits(source: str | Path, model: PreTrainedModel) -> None:
     """Raise a `ModelError` if the model computes logits that are not finite."""
@@ -151,94 +137,6 @@ def arrange_weights(model: PreTrainedModel) -> None:
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 module.weight.data = module.weight.data.t().contiguous().t()
-
-
-def end_tokens(model: PreTrainedModel) -> list[int]:
-    """Return the tokens that end a text, including the token that ends a turn of a chat model."""
-    ends = model.generation_config.eos_token_id
-    ends = model.config.eos_token_id if ends is None else ends
-    return ends if isinstance(ends, list) else [] if ends is None else [ends]
-
-
-def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the added token that ends an assistant's turn in the chat template, or None."""
-    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2 3 4"}]  # three tokens or more
-    ids = tokenizer.apply_chat_template(chat, return_dict=False)[-2:]
-    added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items()}
-    return next((id for id in reversed(ids) if added.get(id, "").strip()), None)  # a line break may follow
-
-
-def _add_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add the token that ends a turn to the model's end tokens, which pre-training on chats does not name in its settings.
-    Make it a special token, because some tokenizers add it as a usual one, which would be shown as text."""
-    with suppress(Exception):  # no template, or one that does not render a chat
-        if (last := turn_end(tokenizer)) is not None:
-            model.generation_config.eos_token_id = list(dict.fromkeys([*end_tokens(model), last]))
-            token = tokenizer.added_tokens_decoder[last]
-            token.special = True
-            tokenizer.add_tokens([token], special_tokens=True)
-
-
-def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], room: int) -> tuple[list[int], int]:
-    """Return at most `room` ids of a chat with an open turn of the assistant, and the number of oldest messages left out for that.
-    A system message stays. Raise a `ModelError` if no template renders the chat or if the last message alone is too long."""
-    if tokenizer.chat_template is None:
-        raise ModelError("This model has no chat template; fine-tune it on chats first (docs/finetuning.md).")
-    system = messages[:1] if messages[0]["role"] == "system" else []
-    for start in (i for i, message in enumerate(messages) if message["role"] == "user"):
-        ids = _encode_chat(tokenizer, system + messages[start:])
-        if len(ids) <= room:
-            return ids, start - len(system)
-    both = "The message and the system message have" if system else "The message has"
-    raise ModelError(f"{both} {len(ids)} tokens, but at most {room} fit; write a shorter text.")
-
-
-def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """Return the ids of a chat. Text of a message that looks like a control token stays text."""
-    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    control = re.compile(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True))) or '(?!)'})")
-    # If there is such text, private-use characters replace the first characters of all control tokens while the template renders.
-    is_masked = any(control.search(message["content"]) for message in messages)
-    masks = {ord(token[0]): 0x100000 + i for i, token in enumerate(special)} if is_masked else {}
-    masked = [message | {"content": message["content"].translate(masks)} for message in messages]
-    with one_sentence("The chat template", "does not render this chat"):
-        text = tokenizer.apply_chat_template(masked, add_generation_prompt=True, tokenize=False)
-        if not text:
-            raise ModelError("it renders an empty text")
-    if not is_masked:
-        return encode(tokenizer, text)
-    unmasked, ids = {mask: first for first, mask in masks.items()}, []
-    tokenizer = copy.deepcopy(tokenizer)  # for `split_special_tokens`, a flag that other threads would see
-    for i, part in enumerate(control.split(text)):  # text, control token, text, ..., text
-        ids += encode(tokenizer, part.translate(unmasked), split_special_tokens=i % 2 == 0)
-    return ids
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Return the ids of `prompt`, or the beginning-of-text token if it is empty.
-    Raise a `ModelError` if there is no such token or if the tokenizer cannot encode a character."""
-    ids = encode(tokenizer, prompt)
-    if not ids and tokenizer.bos_token_id is not None:
-        ids = [tokenizer.bos_token_id]
-    if not ids:
-        raise ModelError(
-            "The prompt is empty, and this model's tokenizer has no beginning-of-text token; give a prompt."
-        )
-    return ids
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:
-    """Return the ids of `text`. Raise a `ModelError` if it is not UTF-8 or has a character that the tokenizer cannot encode."""
-    try:
-        text.encode()
-        return tokenizer.encode(text, add_special_tokens=False, verbose=False, **options)
-    except UnicodeEncodeError as error:
-        raise ModelError("The text is not UTF-8.") from error
-    except Exception as error:  # the Rust library raises plain exceptions
-        unknown = ", ".join(map(repr, sorted(set(text) - set(tokenizer.get_vocab()))[:10]))
-        raise ModelError(
-            f"The text contains {unknown}, which is not among this model's {len(tokenizer)} characters; remove it."
-        ) from error
 
 
 def fetch(source: str | Path, *patterns: str) -> Path:

@@ -91,7 +91,7 @@ def _architecture(config: GPT2ScratchConfig, settings: dict[str, Any]) -> str:
     """Return the papers of the model's parts, and of the optimizer in the settings of the run."""
     parts = {
         ", with rotary positions (Su et al. 2021)": config.rope_parameters,
-        ", RMSNorm without weights (Zhang and Sennrich 2019)": config.normalization == "rms_norm",
+        ", RMSNorm without weights (Zhang and Sennrich 2019)": config.is_modern,
         ", squared ReLU (So et al. 2021)": config.activation_function == "relu2",
         ", no biases": not config.use_bias,
     }

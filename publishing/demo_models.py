@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from transformers.generation import logits_process
 
 from common.chat_rendering import limit_tokenizers
-from modeling_gpt2scratch import loading
+from modeling_gpt2scratch import loading, prompts
 
 MAX_MODELS = 4  # number of cards that fit side by side
 KEPT = 6  # number of loaded models that stay in memory
@@ -51,7 +51,7 @@ def _load(source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         if revision:
             folder = snapshot_download(name, revision=revision, allow_patterns=FILES)
-        model, tokenizer = loading.load_with_tokenizer(folder)
+        model, tokenizer = prompts.load_with_tokenizer(folder)
         model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
         loading.check_logits(source, model)
     except RevisionNotFoundError as error:
@@ -97,7 +97,7 @@ class GenerationSettings:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < loading.LOWEST_TEMPERATURE
+        return self.temperature < prompts.LOWEST_TEMPERATURE
 
     def processors(self) -> LogitsProcessorList:
         """Return the processors of logits, in the order of Transformers' `generate`."""
@@ -114,7 +114,7 @@ def new_tokens(model: PreTrainedModel, ids: list[int], settings: GenerationSetti
     """Yield new tokens after `ids` until the model ends its text. When the context is full, its second half becomes the prompt.
     At temperature 0 these are the tokens of generate.py. Transformers' `generate` uses one random generator for all threads;
     here each text has its own, so that a seed gives the same text while others are generated."""
-    context, ends = model.config.max_position_embeddings, loading.end_tokens(model)
+    context, ends = model.config.max_position_embeddings, prompts.end_tokens(model)
     generator = torch.Generator(model.device).manual_seed(settings.seed)
     process = settings.processors()
     window = ids[-context + 1 :]
@@ -142,7 +142,7 @@ def score(shown: DemoModel, text: str) -> dict:
     a piece of the text (None for the first token); or the reason why there is none. A character of several tokens is one piece."""
     try:
         model, tokenizer = shown.load()
-        loading.encode_prompt(tokenizer, text)  # raises a `ModelError` for a character that the tokenizer lacks
+        prompts.encode_prompt(tokenizer, text)  # raises a `ModelError` for a character that the tokenizer lacks
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids = torch.tensor(encoded.input_ids[: model.config.max_position_embeddings], device=model.device)
         if len(ids) < 2:

@@ -22,7 +22,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in training/runtime/thread
 import gradio
 from jinja2 import Template
 
-from modeling_gpt2scratch import loading
+from modeling_gpt2scratch import loading, prompts
 from publishing.demo_models import (
     MAX_MODELS,
     DemoModel,
@@ -77,11 +77,11 @@ def write(
     try:
         (model, tokenizer), written = shown.load(), []
         if isinstance(prompt, str):
-            ids = loading.encode_prompt(tokenizer, prompt)
+            ids = prompts.encode_prompt(tokenizer, prompt)
         else:  # at least half of the context is for the chat
-            context, into.is_endless = model.config.max_position_embeddings, not loading.end_tokens(model)
+            context, into.is_endless = model.config.max_position_embeddings, not prompts.end_tokens(model)
             settings = replace(settings, max_new_tokens=max(1, min(settings.max_new_tokens, context // 2)))
-            ids, into.left_out = loading.chat_ids(tokenizer, prompt, context - settings.max_new_tokens)
+            ids, into.left_out = prompts.chat_ids(tokenizer, prompt, context - settings.max_new_tokens)
         begun = time.perf_counter()
         for token in new_tokens(model, ids, settings):
             written.append(token)

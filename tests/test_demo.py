@@ -312,7 +312,7 @@ def test_nothing_can_be_uploaded(address):
 
 
 FILES = {"README.md", "app.py", "app.css", "app.html.j2", "models.json", "requirements.txt"}
-PACKAGE = {"__init__.py", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", "loading.py"}
+PACKAGE = {"__init__.py", "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", "loading.py", "prompts.py"}
 
 
 def test_the_app_of_a_space_runs_from_its_folder_alone(run, letters, browser, tmp_path, capsys):

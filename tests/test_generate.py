@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 import generate
 from conftest import assert_user_error
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from modeling_gpt2scratch.loading import ModelError, arrange_weights, chat_ids, end_tokens, turn_end
+from modeling_gpt2scratch.loading import ModelError, arrange_weights
+from modeling_gpt2scratch.prompts import chat_ids, end_tokens, turn_end
 from tokenizer.corpus.chat import ChatTemplate
 from tokenizer.encoding.vocabulary import character_tokenizer
 from training.checkpoints.loading import check_store, load_any_model

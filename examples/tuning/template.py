@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.chat_rendering import TemplateLimitError
 from common.errors import UserError
-from modeling_gpt2scratch.loading import turn_end
+from modeling_gpt2scratch.prompts import turn_end
 
 # Template for a tokenizer without one. No token is added: a turn of the assistant ends with the end-of-text token, which the
 # model already knows from pre-training. TRL computes the loss on the text between the `generation` tags.

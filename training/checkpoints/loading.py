@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.chat_rendering import limit_tokenizers
 from common.errors import UserError
-from modeling_gpt2scratch import GPT2ScratchForCausalLM, loading
+from modeling_gpt2scratch import GPT2ScratchForCausalLM, loading, prompts
 from tokenizer.corpus import hub
 from tokenizer.store.store import TokenStore
 from training.checkpoints import checkpoint as checkpoints
@@ -59,9 +59,9 @@ def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT
 def load_any_model(
     source: str | Path, dtype: str | torch.dtype = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer like `modeling_gpt2scratch.loading`, but with `UserError`s."""
+    """Load a model and its tokenizer like `modeling_gpt2scratch.prompts`, but with `UserError`s."""
     with model_errors():
-        return loading.load_with_tokenizer(source, dtype)
+        return prompts.load_with_tokenizer(source, dtype)
 
 
 def check_store(source: str | Path, tokenizer: PreTrainedTokenizerBase, store: TokenStore) -> None:

@@ -9,7 +9,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from common.errors import UserError
 from common.limits import free
-from modeling_gpt2scratch import loading
+from modeling_gpt2scratch.loading import ModelError
+from modeling_gpt2scratch.prompts import LOWEST_TEMPERATURE, encode_prompt, end_tokens
 from tokenizer.store.store import TokenStore
 
 OPENING_TOKENS = 16  # first tokens of a validation document, used as a prompt if none is given
@@ -27,7 +28,7 @@ class SamplingArguments:
 
 def generation_config(temperature: float, top_k: int = 0, top_p: float = 1.0, **others) -> GenerationConfig:
     """Return the configuration for the usual sampling flags. A temperature of 0 or near 0 means greedy decoding."""
-    if temperature < loading.LOWEST_TEMPERATURE:
+    if temperature < LOWEST_TEMPERATURE:
         return GenerationConfig(do_sample=False, **others)
     return GenerationConfig(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, **others)
 
@@ -72,10 +73,10 @@ def continue_texts(
     write: Callable[[str], object] | None = None,
 ) -> list[str]:
     """Return `number` continuations of `prompt`, generated in one batch. With `number` 1, `write` receives the text as it comes."""
-    config.eos_token_id = loading.end_tokens(model) or None
+    config.eos_token_id = end_tokens(model) or None
     config.pad_token_id = model.config.pad_token_id
     room = model.config.max_position_embeddings - 1  # a prompt that fills the context leaves none for new tokens
-    tokens = torch.tensor([loading.encode_prompt(tokenizer, prompt)[-room:]] * number, device=model.device)  # (B, T)
+    tokens = torch.tensor([encode_prompt(tokenizer, prompt)[-room:]] * number, device=model.device)  # (B, T)
     stream = None if write is None else TextStream(tokenizer, write)
     texts = continue_tokens(model, tokens, max_new_tokens, config, stream)
     return tokenizer.batch_decode(texts, skip_special_tokens=True)
@@ -117,8 +118,8 @@ def with_prompts(given: SamplingArguments, store: TokenStore, tokenizer: PreTrai
     if given.sample_prompts:
         try:
             for prompt in given.sample_prompts:
-                loading.encode_prompt(tokenizer, prompt)
-        except loading.ModelError as error:
+                encode_prompt(tokenizer, prompt)
+        except ModelError as error:
             raise UserError(str(error)) from error
         return given
     tokens, offsets = store.memory_map("val"), store.offsets("val")
