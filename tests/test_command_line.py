@@ -314,7 +314,6 @@ COMMANDS: dict[str, dict[str, str]] = {
     "push_to_hub": {"run": "STORE", "repo_id": "me/x"},
     "tokenizer.pretokenize": {"input": "STORE/../text0.txt", "output": "new"},
     "tokenizer.inspect": {"store": "STORE"},
-    "tokenizer.unpack": {"archive": "x.tar.zst"},
     "training.evaluate": {"model": "x"},
     "publishing.demo": {"models": "x"},
     "publishing.gguf_file": {"paths": "x"},

@@ -1,16 +1,18 @@
-"""Export as a Hub dataset, which `datasets` reads, and indexes for Megatron, byte for byte those of its IndexedDataset."""
+"""Export: a Hub dataset, which `datasets` reads, and a packed store, which `tar` unpacks."""
 
-import struct
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 from huggingface_hub import DatasetCard
 from pyarrow import parquet
 from test_merge import ids_of_documents
 
-from conftest import assert_user_error, prose, tokenized
-from tokenizer.build import export, megatron
+from conftest import assert_user_error, contents, prose, tokenized
+from tokenizer import inspect
+from tokenizer.build import export
 from tokenizer.encoding import vocabulary
 from tokenizer.pretokenize import main
 from tokenizer.store.store import TokenStore
@@ -28,6 +30,15 @@ def made(tmp_path) -> TokenStore:
 def rows(folder: Path, split: str) -> list[tuple[int, list[int]]]:
     files = sorted((folder / "data").glob(f"{split}-*.parquet"))
     return [(row["document"], row["input_ids"]) for file in files for row in parquet.read_table(file).to_pylist()]
+
+
+def unpacked(archive: Path) -> Path:
+    """Unpack a packed store as the printed command does, but decompress it here: not every `tar` has zstandard."""
+    folder = archive.with_name("unpacked")
+    folder.mkdir()
+    content = zstandard.decompress(archive.read_bytes(), 1 << 30)
+    subprocess.run(["tar", "-xf", "-", "-C", folder, "--strip-components", "1"], input=content, check=True)
+    return folder
 
 
 def test_each_row_is_a_document(made):
@@ -90,7 +101,8 @@ def test_command_exports_and_packs_new_and_existing_stores(made, tmp_path, capsy
     main([*arguments, "--validation_fraction", "0.2", "--export", "parquet", "--compress"])
     said = capsys.readouterr().out.splitlines()
     assert said[0].endswith("already contains these tokens.")
-    assert (tmp_path / "books.tar.zst").is_file()
+    assert "to unpack it, run `mkdir " in said[1]
+    assert contents(unpacked(tmp_path / "books.tar.zst")) == contents(made.folder)
     assert rows(tmp_path / "books-parquet", "train")
 
 
@@ -103,35 +115,29 @@ def test_uint32_ids_are_exported_unchanged(tmp_path):
     assert np.concatenate([ids for _, ids in written]).tolist() == list(range(0, 70_000, 7))
 
 
-def with_ends(folder, ends: list[int]):
-    for split in ("train", "val"):
-        np.array(ends, dtype="<u8").tofile(folder / f"{split}.bin.index")
-    return folder
+def test_packing_is_deterministic_and_keeps_other_files(made, tmp_path):
+    archive = export.to_archive(made)
+    before = archive.stat().st_mtime_ns
+    assert export.to_archive(made) == archive
+    assert archive.stat().st_mtime_ns == before
+    original = archive.rename(tmp_path / "original")
+    (made.folder / "train.bin").touch()
+    assert export.to_archive(made).read_bytes() == original.read_bytes()
+    archive.write_bytes(b"mine")
+    assert_user_error(r"books\.tar\.zst exists and is not the packed .*books; move it away", export.to_archive, made)
+    assert archive.read_bytes() == b"mine"
+    archive.unlink()
+    path = made.folder / "train.bin"
+    path.write_bytes(path.read_bytes()[:-2] + b"\1\0")
+    assert_user_error(r"train\.bin was changed or damaged", export.to_archive, made)
+    assert not archive.exists()
 
 
-@pytest.mark.parametrize(("dtype", "code", "itemsize"), [("uint16", 8, 2), ("uint32", 4, 4)])
-def test_index_matches_megatron_to_the_byte(tmp_path, dtype, code, itemsize):
-    megatron.write_indexes(with_ends(tmp_path, [3, 10, 12]), dtype)
-    expected = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, 3, 4)
-    expected += struct.pack("<3i", 3, 7, 2)  # lengths
-    expected += struct.pack("<3q", 0, 3 * itemsize, 10 * itemsize)  # first bytes
-    expected += struct.pack("<4q", 0, 1, 2, 3)  # documents
-    assert (tmp_path / "train.idx").read_bytes() == (tmp_path / "val.idx").read_bytes() == expected
-
-
-def test_documents_beyond_int32_become_several_sequences(tmp_path, monkeypatch):
-    megatron.write_indexes(with_ends(tmp_path, [5, 2**32 + 5, 2**32 + 6]), "uint16")
-    content = (tmp_path / "train.idx").read_bytes()
-    sequences, documents = struct.unpack_from("<QQ", content, 18)
-    assert (sequences, documents) == (5, 4)
-    lengths = struct.unpack_from("<5i", content, 34)
-    assert lengths == (5, 2**31 - 1, 2**31 - 1, 2, 1)
-    assert struct.unpack_from("<5q", content, 54) == (0, 10, 2**32 + 8, 2**33 + 6, 2**33 + 10)
-    assert struct.unpack_from("<4q", content, 94) == (0, 1, 4, 5)
-    ends = np.cumsum(np.arange(1, 50)).tolist()
-    megatron.write_indexes(with_ends(tmp_path, ends), "uint16")
-    whole = (tmp_path / "train.idx").read_bytes()
-    monkeypatch.setattr("tokenizer.store.store.BLOCK_DOCUMENTS", 7)
-    megatron.write_indexes(tmp_path, "uint16")
-    assert (tmp_path / "train.idx").read_bytes() == whole
-    assert megatron.is_index(tmp_path, "train", "uint16")
+def test_packed_store_in_place_of_a_store_or_text_is_refused_with_the_command(made, tmp_path):
+    archive = export.to_archive(made)
+    command = (
+        rf"unpack it with `mkdir {made.folder} && tar --zstd -xf {archive} -C {made.folder} --strip-components 1`\."
+    )
+    assert_user_error(rf"{archive} is a packed token store; {command}", inspect.main, [str(archive)])
+    arguments = ["--input", str(archive), "--output", str(tmp_path / "new")]
+    assert_user_error(rf"{archive} is a binary file; {command}", main, arguments)

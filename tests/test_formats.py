@@ -8,12 +8,13 @@ import os
 import shutil
 
 import pytest
+from test_export import unpacked
 
 import generate
 import train_accelerate
 from common.atomic import file_sha256
 from conftest import REPOSITORY, assert_user_error, contents, reset_accelerate
-from tokenizer import inspect, pretokenize, unpack
+from tokenizer import inspect, pretokenize
 from tokenizer.build import export
 from tokenizer.build.recipe import Recipe
 from tokenizer.encoding.vocabulary import VocabularyArguments
@@ -68,7 +69,7 @@ def test_older_store_is_read(old, version, ends, capsys):
     text = (old / "unfinished_v1" / "text" / ("05.txt" if version == 1 else "00.txt")).read_text()
     assert capsys.readouterr().out == text + "\n"
     if version == 2:
-        assert unpack.unpack(old / "store_v2.tar.zst", old / "unpacked").metadata == store.metadata
+        assert TokenStore(unpacked(old / "store_v2.tar.zst")).metadata == store.metadata
 
 
 def test_format_1_store_is_used_unchanged_and_unsupported_uses_are_refused(old, capsys):
@@ -78,7 +79,7 @@ def test_format_1_store_is_used_unchanged_and_unsupported_uses_are_refused(old, 
     assert "it is used unchanged" in capsys.readouterr().out
     assert contents(old / "store_v1") == before
     sentence = r"build it again with another --output\. It was created by: python -m tokenizer"
-    for export_as in (unpack.pack, export.to_parquet):
+    for export_as in (export.to_archive, export.to_parquet):
         assert_user_error(sentence, export_as, TokenStore(old / "store_v1"))
 
 

@@ -58,7 +58,7 @@ def test_metadata_describes_the_store(tmp_path):
     assert Counter(found) == Counter(text + "<|endoftext|>" for text in texts)
     assert sorted(path.name for path in store.folder.iterdir()) == [
         *("inputs.json", "metadata.json", "report.md", "tokenizer"),
-        *("train.bin", "train.bin.index", "train.idx", "val.bin", "val.bin.index", "val.idx"),
+        *("train.bin", "train.bin.index", "val.bin", "val.bin.index"),
     ]
     metadata = json.loads((store.folder / "metadata.json").read_text(encoding="utf-8"))
     assert metadata["format_version"] == 2

@@ -6,7 +6,6 @@ python -m tokenizer.inspect data/my --split val --document 3
 
 import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +14,7 @@ import numpy as np
 from common.command_line import FlagParser, run
 from common.errors import Problems, UserError
 from common.limits import setting
-from tokenizer.build import megatron, report
+from tokenizer.build import report
 from tokenizer.store.store import SPLITS, TokenStore
 
 
@@ -34,8 +33,10 @@ def main(arguments: list[str]) -> None:
         return
     show(store)
     store.check_hashes()
-    found = (problem for split in SPLITS for problem in problems(store, split))
-    Problems(f"{problem} Delete the store and build it again." for problem in found).refuse()
+    problems = Problems()
+    for split in SPLITS:
+        problems.add_of(store.check_ids, [split])
+    problems.refuse()
     print("All hashes and indexes are correct, and every token id is in the vocabulary.")
 
 
@@ -59,21 +60,6 @@ def decode(store: TokenStore, split: str, document: int) -> str:
     if len(ids) and ids[-1] == store.metadata.eos_token_id:
         ids = ids[:-1]
     return store.load_tokenizer().decode(ids.tolist())
-
-
-def problems(store: TokenStore, split: str) -> Iterator[str]:
-    """Yield the problems of a split's Megatron index and token ids, after its hashes were checked."""
-    path = store.folder / f"{split}.idx"
-    if store.metadata.format_version == 1:
-        pass  # format 1 has no index for Megatron
-    elif not path.is_file():
-        yield f"{path} is missing."
-    elif not megatron.is_index(store.folder, split, store.metadata.dtype):
-        yield f"{path} was changed: it is not the index of {split}.bin."
-    try:
-        store.check_ids(split)
-    except UserError as error:
-        yield str(error).removesuffix(" Delete it and build it again.")
 
 
 if __name__ == "__main__":

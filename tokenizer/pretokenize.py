@@ -19,13 +19,13 @@ from typing import Literal
 from common.command_line import FlagParser, run
 from common.errors import Problems
 from common.limits import setting
-from tokenizer import unpack
 from tokenizer.build import export
 from tokenizer.build.recipe import SEED, Recipe
 from tokenizer.build.store_builder import pretokenize
 from tokenizer.cleaning.cleaning import CleaningArguments
 from tokenizer.cleaning.dedup import DedupArguments
 from tokenizer.corpus.documents import NO_LIMIT
+from tokenizer.corpus.files import unpack_command
 from tokenizer.corpus.named_data import listed
 from tokenizer.corpus.units import Corpus, CorpusArguments
 from tokenizer.encoding.vocabulary import VocabularyArguments
@@ -58,7 +58,8 @@ class PretokenizeArguments:
     merge: bool = setting(False, "Merge the shards. All of them must be finished.")
     export: Literal["parquet"] | None = setting(None, "Also write a Hub dataset, with a card, to OUTPUT-parquet.")
     compress: bool = setting(
-        False, "Also pack the store into OUTPUT.tar.zst, which `python -m tokenizer.unpack` unpacks and verifies."
+        False,
+        "Also pack the store into OUTPUT.tar.zst, which `tar` unpacks and `python -m tokenizer.inspect` verifies.",
     )
     quiet: bool = setting(False, "Print errors only.")
     list: bool = setting(False, "Print the data sets that have a name, and exit.")  # the last: it hides the type
@@ -104,7 +105,8 @@ def main(arguments: list[str]) -> None:
     folder = Path(options.output).expanduser()
     store = pretokenize(options.recipe(*parts), folder, say, options.num_proc, options.share, options.merge)
     if store is not None and options.compress:
-        say(f"{unpack.pack(store)} is the packed store; `python -m tokenizer.unpack` unpacks and verifies it.")
+        archive = export.to_archive(store)
+        say(f"{archive} is the packed store; to unpack it, run {unpack_command(archive)}.")
     if store is not None and options.export:
         say(f"{export.to_parquet(store)} is the store as a Hub dataset.")
 

@@ -25,7 +25,7 @@ from common.atomic import write_atomic
 from common.errors import Problems, UserError, counted, disk_errors, require_room
 from common.progress import Progress
 from common.removal import MARK, discard, is_marked, mark, renew
-from tokenizer.build import megatron, report
+from tokenizer.build import report
 from tokenizer.build.merge import Merger
 from tokenizer.build.recipe import Recipe
 from tokenizer.build.worker import DocumentSettings, Part, StorePlan, Workers, done_parts
@@ -376,7 +376,6 @@ class StoreBuilder:
 
     def _describe(self, counts: Counts, outcomes: dict[str, cleaning.RuleStats], merger: Merger) -> None:
         write_atomic(self.store / "inputs.json", json.dumps(self.inputs))
-        megatron.write_indexes(self.store, self.plan.settings.dtype)
         parts = [part for unit in self.plan.units if unit.val for part in unit.ranges]
         sources = (part.path.split("@")[0] if part.kind == "hub" else os.path.dirname(part.path) for part in parts)
         splits = {name: (split.tokens, split.documents, split.bytes) for name, split in merger.progress.splits.items()}

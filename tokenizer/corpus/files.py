@@ -8,10 +8,12 @@ import io
 import math
 import os
 import re
+import shlex
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import BinaryIO
 
 from common.errors import UserError
@@ -23,6 +25,7 @@ ZST_WINDOW = 1 << 31  # window of `zstd --long=31`, which large crawls are packe
 BOMB_BYTES, BOMB_RATIO = 64 << 20, 200  # limits of decompressed text; text compresses by factors of 3 to 10, logs by 50
 BLOCK_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16
+PACKED_STORE = ".tar.zst"
 TOLERATED_SHARE = 0.01  # up to this share, unclean text is replaced or skipped, and counted
 ASCII_TEXT = re.compile(rb"[\t\n\r -~]{8,}")
 # Binary files whose heads can have little more than text: PDF, Parquet, Avro, NumPy, tar.
@@ -163,10 +166,21 @@ def check_text(head: bytes, path: str, may_skip: bool = False) -> None:
     is_compressed = invalid > most and len(head) - len(head.translate(None, NOT_OF_TEXT)) > most
     # The lengths and versions in the first bytes of most binary files have several NUL bytes.
     if is_compressed or SIGNATURES.match(head) or head.count(0) > max(1, most) or head[:32].count(0) > 2:
-        raise BinaryError(f"{path} is a binary file; unpack it or convert it to text.")
+        remedy = (
+            f"unpack it with {unpack_command(path)}"
+            if path.endswith(PACKED_STORE)
+            else "unpack it or convert it to text"
+        )
+        raise BinaryError(f"{path} is a binary file; {remedy}.")
     if may_skip and invalid > most:
         where = f"{invalid:,} of the first {len(head):,} bytes are invalid, the first in line {first_bad_line(path):,}"
         raise UnreadableError(f"{path} is not UTF-8 text: {where}; convert it to UTF-8.")
+
+
+def unpack_command(archive: str | Path) -> str:
+    """Return the command that unpacks a packed token store next to it."""
+    path, folder = shlex.quote(str(archive)), shlex.quote(str(archive).removesuffix(PACKED_STORE))
+    return f"`mkdir {folder} && tar --zstd -xf {path} -C {folder} --strip-components 1`"
 
 
 def line_number(path: str, byte: int) -> int:

@@ -3,14 +3,14 @@
 train.bin, val.bin              ids, little-endian uint16 (uint32 for vocabularies of 65,500 tokens and more), which nanoGPT
                                 can read; every document ends with the end-of-text id, if the tokenizer has one
 train.bin.index, val.bin.index  end of each document in tokens, uint64, in datatrove's format
-train.idx, val.idx              index for Megatron's IndexedDataset
 tokenizer/                      loads with AutoTokenizer
 report.md                       text that was read, changed and left out, with examples
 inputs.json                     source files: name, size, modification time
 metadata.json                   description of the store, written last: without it, the store does not exist
 
 Format 1 can also be read. Instead of the indexes it has {train,val}.offsets.bin (int64, the start of each document, and the
-end). It has no report.md and no inputs.json, and its metadata contain neither settings nor counts.
+end). It has no report.md and no inputs.json, and its metadata contain neither settings nor counts. Older stores of format 2
+also have {train,val}.idx, indexes for Megatron, which are not read.
 """
 
 import hashlib
@@ -18,7 +18,6 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,13 +28,14 @@ from common import schema
 from common.atomic import file_sha256, write_atomic
 from common.errors import Problems, UserError, check_format, disk_errors
 from tokenizer.cleaning.cleaning import RuleStats
+from tokenizer.corpus.files import PACKED_STORE, unpack_command
 
 if TYPE_CHECKING:  # workers import this module too, and start faster without transformers
     from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 2
 SPLITS = ("train", "val")
-MAX_UINT16_VOCAB = 65_500  # Megatron's limit for uint16, so that its reader chooses the same dtype
+MAX_UINT16_VOCAB = 65_500  # Megatron's limit for uint16
 # Types of the settings that are read from metadata.
 SETTINGS = {"input": list[str], "weights": list[float], "tokenizer": str | None, "chat_template": str | None}
 OTHER_STORE = "correct that, or choose another store"
@@ -47,7 +47,6 @@ STORE_FILES = (
 )
 SHA256 = re.compile("[0-9a-f]{64}")
 SCAN_TOKENS = 1 << 24
-BLOCK_DOCUMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -214,24 +213,11 @@ def index_file(split: str) -> str:
     return f"{split}.bin.index"
 
 
-def sequences(index: Path, longest: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield every document in pieces of at most `longest` tokens, a few hundred thousand documents at a time.
-    Each item has three arrays, (n,) int64: the document number, start and end of each piece, in tokens."""
-    number = start = 0
-    with index.open("rb") as file:
-        while len(ends := np.fromfile(file, dtype="<i8", count=BLOCK_DOCUMENTS)):
-            starts = np.concatenate([[start], ends[:-1]])
-            pieces = -(-(ends - starts) // longest)  # number of pieces per document
-            document = np.repeat(np.arange(len(ends)), pieces)
-            nth = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-            first = starts[document] + nth * longest
-            yield number + document, first, np.minimum(first + longest, ends[document])
-            number, start = number + len(ends), int(ends[-1])
-
-
 def read_metadata(folder: Path) -> Metadata:
     path = folder / "metadata.json"
     if not TokenStore.is_store(folder):
+        if folder.name.endswith(PACKED_STORE) and folder.is_file():
+            raise UserError(f"{folder} is a packed token store; unpack it with {unpack_command(folder)}.")
         unfinished = folder.is_dir() and any((folder / f"{split}.bin").exists() for split in SPLITS)
         what = "an unfinished token store" if unfinished else "not a token store"
         text = folder if folder.exists() and not unfinished else "TEXT"
