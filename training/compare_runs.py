@@ -32,19 +32,19 @@ class CompareArguments:
 
 
 def main(arguments: list[str]) -> None:
-    (given,) = FlagParser((CompareArguments,), __doc__.splitlines()[0], positional="runs").parse(arguments)
-    refuse_replacing(Path(given.output))
+    (options,) = FlagParser((CompareArguments,), __doc__.splitlines()[0], positional="runs").parse(arguments)
+    refuse_replacing(Path(options.output))
     problems = Problems()
-    folders = [found for path in given.runs if (found := problems.add_of(run_of, [Path(path)]))]
-    if not (folders and all(map(os.path.exists, given.runs))):
+    folders = [folder for path in options.runs if (folder := problems.add_of(run_of, [Path(path)]))]
+    if not (folders and all(map(os.path.exists, options.runs))):
         problems.refuse()
     for sentence in problems.sentences:
         print(f"Skipped: {sentence}", file=sys.stderr)
     base = os.path.commonpath([folder.resolve().parent for folder in folders])
-    found = {os.path.relpath(folder.resolve(), base): summarize_run(RunFolder(folder)) for folder in folders}
-    runs = dict(sorted(found.items(), key=lambda item: item[1]["last"].get("eval_bits_per_byte", math.inf)))
+    summaries = {os.path.relpath(folder.resolve(), base): summarize_run(RunFolder(folder)) for folder in folders}
+    runs = dict(sorted(summaries.items(), key=lambda item: item[1]["last"].get("eval_bits_per_byte", math.inf)))
     values: dict[str, set[str]] = {}
-    for name, value in (item for each in runs.values() for item in each["settings"].items()):
+    for name, value in (item for summary in runs.values() for item in summary["settings"].items()):
         values.setdefault(name, set()).add(str(value))
     differing = [name for name in values if len(values[name]) > 1 and name not in NOT_COMPARED]
     if sys.stdout.isatty():  # narrow: the names of a sweep's runs contain the settings
@@ -54,9 +54,9 @@ def main(arguments: list[str]) -> None:
     page = table.render(runs=runs, differing=differing, is_other_text=is_other_text)
     Console().print(TerminalPage(page)) if sys.stdout.isatty() else print(page)
     measure = "eval_bits_per_byte" if is_other_text else "eval_loss"
-    with disk_errors(given.output):
-        if plot_runs({name: run["entries"] for name, run in runs.items()}, Path(given.output), measure):
-            print(f"Plot: {given.output}", file=sys.stderr)
+    with disk_errors(options.output):
+        if plot_runs({name: run["entries"] for name, run in runs.items()}, Path(options.output), measure):
+            print(f"Plot: {options.output}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Evaluate a model: loss, perplexity and bits per byte on held-out text.
 
-python -m training.evaluate runs/x                                  # the whole validation split of the run's store
+python -m training.evaluate runs/x                      # the whole validation split of the run's store
 python -m training.evaluate runs/x --checkpoint best --data data/other
-python -m training.evaluate runs/x --compare                        # compare with n-grams and compressors
+python -m training.evaluate runs/x --compare            # compare with n-grams and compressors
 python -m training.evaluate runs/x --compare_with runs/y openai-community/gpt2
-python -m training.evaluate runs/x --memorization                   # share of its output that is copied from the training text
-python -m training.evaluate runs/x --tasks hellaswag,arc_easy      # benchmarks of lm-evaluation-harness
+python -m training.evaluate runs/x --memorization       # share of its output that is copied from the training text
+python -m training.evaluate runs/x --tasks hellaswag,arc_easy  # benchmarks of lm-evaluation-harness
 """
 
-import training.runtime.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
+import training.runtime.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the imports)
 
 import json
 import logging
@@ -68,51 +68,51 @@ def lm_eval_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of any library that a task uses
-        what = f"{type(error).__name__}: {hub.shortened(error)}"
-        raise UserError(f"lm-evaluation-harness ended with {what}; see docs/evaluation.md.") from error
+        cause = f"{type(error).__name__}: {hub.shortened(error)}"
+        raise UserError(f"lm-evaluation-harness ended with {cause}; see docs/evaluation.md.") from error
 
 
 def runs_code(path: str) -> bool:
-    """Return whether a task file can run code: by a tag, another file, a metric of a library, or Jinja, which lm-eval does not confine.
-    A name in braces, such as `{{text}}`, is not code."""
+    """Return whether a task file can run code: by a tag, another file, a metric of a library, or Jinja, which lm-eval
+    does not confine. A name in braces, such as `{{text}}`, is not code."""
     import lm_eval.api.metrics  # noqa: F401  (it fills the registry)
     from lm_eval.api.registry import metric_registry
 
-    before = ""
+    key = ""
     with disk_errors(path):
         for event in yaml.parse(Path(path).read_bytes(), yaml.SafeLoader):
             value = getattr(event, "value", "")
             jinja = re.search(r"\{[{%]", re.sub(r"\{\{\s*\w+\s*\}\}", "", value))
-            is_foreign = before == "metric" and value not in metric_registry
+            is_foreign = key == "metric" and value not in metric_registry
             if getattr(event, "tag", None) or jinja or is_foreign or value in ("include", "hf_evaluate"):
                 return True
-            before = value
+            key = value
     return False
 
 
-def find_tasks(given: list[str], trust_task_code: bool = False) -> tuple[Any, list[str]]:
+def find_tasks(arguments: list[str], trust_task_code: bool = False) -> tuple[Any, list[str]]:
     """Return lm-eval's task manager, and the names and YAML files of tasks.
     Raise a `UserError` for an unknown task or one with code, and if a task or its data cannot be loaded."""
     if find_spec("lm_eval") is None:
         raise UserError("tasks needs lm-evaluation-harness: run pip install -e '.[evaluation]'")
     from lm_eval.tasks import TaskManager
 
-    names = [name for part in given for name in part.split(",")]
+    names = [name for part in arguments for name in part.split(",")]
     files = {name: [name] for name in names if name.endswith(".yaml") and Path(name).is_file()}
     manager = TaskManager(include_defaults=not files.keys() >= set(names))  # the default: thousands of files
-    found = {name: manager.match_tasks([name]) for name in names} | files
-    if unknown := [name for name in found if not found[name]]:
+    matches = {name: manager.match_tasks([name]) for name in names} | files
+    if unknown := [name for name in matches if not matches[name]]:
         raise UserError(
             f"{unknown[0]!r} is neither a task in `python -m lm_eval ls tasks` nor a YAML file; correct it."
         )
     with lm_eval_errors():
-        untrusted = [] if trust_task_code else [name for name in files if runs_code(name)]
-    if untrusted:
+        suspects = [] if trust_task_code else [name for name in files if runs_code(name)]
+    if suspects:
         raise UserError(
-            f"{untrusted[0]} can run code (a tag, include, Jinja beyond {{{{column}}}}, or a metric that lm-eval lacks); read it, "
-            f"then add --trust_task_code."
+            f"{suspects[0]} can run code (a tag, include, Jinja beyond {{{{column}}}}, or a metric that lm-eval "
+            "lacks); read it, then add --trust_task_code."
         )
-    tasks = [task for name in found for task in found[name]]
+    tasks = [task for name in matches for task in matches[name]]
     with lm_eval_errors():
         manager.load(tasks)  # before minutes of scoring; the data are read again from the cache
     return manager, tasks
@@ -124,26 +124,26 @@ def run_tasks(model: PreTrainedModel, folder: str, tasks: tuple[Any, list[str]],
     from lm_eval.models.huggingface import HFLM
 
     def is_shown(record: logging.LogRecord) -> bool:  # otherwise lm-eval prints a line per request
-        cut[-1] += "runcat" in record.getMessage()  # "Truncating ..." or "Left truncation ..."
+        cuts[-1] += "runcat" in record.getMessage()  # "Truncating ..." or "Left truncation ..."
         return record.levelno >= logging.ERROR
 
-    cut, results = [0], {"configs": {}, "results": {}, "n-shot": {}, "cut_requests": {}}
+    cuts, results = [0], {"configs": {}, "results": {}, "n-shot": {}, "cut_requests": {}}
     logging.getLogger("lm_eval.models.huggingface").filters = [is_shown]
     with lm_eval_errors():
         tokenizer = vocabulary.load(folder)
         tokenizer.model_max_length = sys.maxsize  # lm-eval cuts texts itself: no warning about their length
-        wrapped = HFLM(model, backend="causal", tokenizer=tokenizer, batch_size=batch_size)
+        harness_model = HFLM(model, backend="causal", tokenizer=tokenizer, batch_size=batch_size)
         for task in tasks[1]:
-            cut.append(0)
-            found = simple_evaluate(wrapped, tasks=[task], task_manager=tasks[0], log_samples=False)
+            cuts.append(0)
+            output = simple_evaluate(harness_model, tasks=[task], task_manager=tasks[0], log_samples=False)
             for name in ("configs", "results", "n-shot"):
-                results[name] |= found[name]
-            results["cut_requests"][Path(task.removesuffix(".yaml")).name] = cut[-1]
+                results[name] |= output[name]
+            results["cut_requests"][Path(task.removesuffix(".yaml")).name] = cuts[-1]
     for name, config in results["configs"].items():
-        kept = {key: config.get(key) for key in ("dataset_path", "dataset_name", "test_split", "validation_split")}
-        if Path(kept["dataset_path"] or "json").exists():
-            kept["dataset_path"] = None  # a local path is not published
-        results["configs"][name] = kept
+        source = {key: config.get(key) for key in ("dataset_path", "dataset_name", "test_split", "validation_split")}
+        if Path(source["dataset_path"] or "json").exists():
+            source["dataset_path"] = None  # a local path is not published
+        results["configs"][name] = source
     return results | {"lm_eval_version": version("lm_eval")}
 
 
@@ -174,17 +174,19 @@ class EvaluateArguments:
 
 
 def main(arguments: list[str]) -> None:
-    (given,) = FlagParser((EvaluateArguments,), __doc__.splitlines()[0], positional="model").parse(arguments)
-    chosen = given.model if given.checkpoint is None else str(find_checkpoint(Path(given.model), given.checkpoint))
-    tasks = find_tasks(given.tasks, given.trust_task_code) if given.tasks else None
-    folder, *others = map(find_model, (chosen, *given.compare_with))
-    if len({folder, *others}) <= len(others):
+    (options,) = FlagParser((EvaluateArguments,), __doc__.splitlines()[0], positional="model").parse(arguments)
+    chosen = (
+        options.model if options.checkpoint is None else str(find_checkpoint(Path(options.model), options.checkpoint))
+    )
+    tasks = find_tasks(options.tasks, options.trust_task_code) if options.tasks else None
+    folder, *comparisons = map(find_model, (chosen, *options.compare_with))
+    if len({folder, *comparisons}) <= len(comparisons):
         raise UserError("compare_with names a model twice, or the evaluated model; name each model once.")
-    keeps = given.compare or given.compare_with or given.memorization or given.tasks
-    kept_in = evaluated_run(Path(chosen), folder) if keeps else None
-    for other in others:
-        vocabulary.load(other)  # report a missing file before minutes of scoring
-    store, mask_documents = store_and_masking(chosen, given.data)
+    keeps = options.compare or options.compare_with or options.memorization or options.tasks
+    results_folder = evaluated_run(Path(chosen), folder) if keeps else None
+    for comparison in comparisons:
+        vocabulary.load(comparison)  # report a missing file before minutes of scoring
+    store, mask_documents = store_and_masking(chosen, options.data)
     check_store(folder, vocabulary.load(folder), store)
     model = load_own_model(folder)
     model.generation_config = GenerationConfig()  # plain sampling: ignore the model's own settings
@@ -200,31 +202,31 @@ def main(arguments: list[str]) -> None:
     model = model.to(accelerator.device)
     local = processes_of_this_machine(accelerator)
     placement = choose_placement("auto", bytes_of(store, "val"), accelerator.device, local)
-    store.check_hashes("val", *["train"] * given.memorization)
+    store.check_hashes("val", *["train"] * options.memorization)
     tokens = place_tokens(store, "val", placement.where, accelerator.device, mask_documents)
-    scored = score_split(model, store, tokens, given.per_device_eval_batch_size, accelerator)
-    if not math.isfinite(loss := scored["eval_loss"]):
+    scores = score_split(model, store, tokens, options.per_device_eval_batch_size, accelerator)
+    if not math.isfinite(loss := scores["eval_loss"]):
         raise UserError(f"{folder} has a loss of {loss}; its weights or its config.json are damaged.")
-    results = {"model": str(folder), "data": str(store.folder)} | scored
-    if given.compare or given.compare_with:
+    results = {"model": str(folder), "data": str(store.folder)} | scores
+    if options.compare or options.compare_with:
         results["panel"] = panel.compare_models(
-            model, chosen, given.compare_with, store, given.compare_documents, accelerator
+            model, chosen, options.compare_with, store, options.compare_documents, accelerator
         )
     if not accelerator.is_main_process:
         return
-    if given.memorization:
-        sizes = (given.memorization_texts, given.memorization_span)
-        results["memorization"] = memorization(model, store, *sizes, given.seed, accelerator)
+    if options.memorization:
+        sizes = (options.memorization_texts, options.memorization_span)
+        results["memorization"] = memorization(model, store, *sizes, options.seed, accelerator)
     try:
         if tasks is not None:
-            results["tasks"] = run_tasks(model, folder, tasks, given.per_device_eval_batch_size)
+            results["tasks"] = run_tasks(model, folder, tasks, options.per_device_eval_batch_size)
     finally:  # if a task fails or is interrupted, the other results are kept
-        if given.json:
+        if options.json:
             print(json.dumps(results))
         else:
             show_evaluation(results)
-        if kept_in is not None:
-            keep_evaluation(results, kept_in, store)
+        if results_folder is not None:
+            keep_evaluation(results, results_folder, store)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
     BACKUP_DIR/x/        a run folder like runs/x, without its model/
         checkpoints/     each copied by a thread while training continues, and complete or absent
 
-The drive never stops the training: an error is reported once, and the copy is retried. At the next start, the same command
-restores checkpoints that exist only on the drive. A copy is checked against the manifest's hash while it is read, and by size
-after it is written: reading it back would take a slow drive as long as writing. Loading checks the hashes again.
+The drive never stops the training: an error is reported once, and the copy is retried. At the next start, the same
+command restores checkpoints that exist only on the drive. A copy is checked against the manifest's hash while it is
+read, and by size after it is written: reading it back would take a slow drive as long as writing. Loading checks the
+hashes again.
 """
 
 import os
@@ -49,15 +50,18 @@ class BackupArguments:
     def problems(self, output_dir: str | Path) -> Iterator[str]:
         if self.backup_dir is None:
             return
-        run, there = Path(output_dir).resolve(), _backup_folder(self.backup_dir, output_dir).resolve()
-        if run == there or run in there.parents:
-            yield f"backup_dir {self.backup_dir} puts the backup into the run's own folder; name a folder on another drive."
-        elif there.parent.exists() and not there.parent.is_dir():
+        run, backup = Path(output_dir).resolve(), _backup_folder(self.backup_dir, output_dir).resolve()
+        if run == backup or run in backup.parents:
+            yield (
+                f"backup_dir {self.backup_dir} puts the backup into the run's own folder; name a folder on another "
+                "drive."
+            )
+        elif backup.parent.exists() and not backup.parent.is_dir():
             yield f"backup_dir is {self.backup_dir}, which is a file; name a folder on another drive."
         else:
             with suppress(OSError):  # an unreadable drive is reported when the run looks for its backup
-                if not may_hold_run(RunFolder(there)):
-                    yield f"{there} exists and is not a backup of a run; choose another --backup_dir or --output_dir."
+                if not may_hold_run(RunFolder(backup)):
+                    yield f"{backup} exists and is not a backup of a run; choose another --backup_dir or --output_dir."
 
 
 class Backup:
@@ -79,21 +83,21 @@ class Backup:
         self._is_closing = False
         self._thread: Thread | None = None
 
-    def restore(self, after: int, check: Callable[[dict[str, Any]], None]) -> Path | None:
-        """Copy the newest intact checkpoint after step `after` from the drive into the run folder, and return the copy.
-        Copy the logs and settings of the backup too. A damaged checkpoint is reported, and the previous one is tried.
-        `check` is called with the settings first. An unreadable drive is reported and counts as empty. Raise a `UserError` if
-        the drive or the run's own disk fails during the copy."""
-        there = self.there
+    def restore(self, last_step: int, check: Callable[[dict[str, Any]], None]) -> Path | None:
+        """Copy the newest intact checkpoint after step `last_step` from the drive into the run folder, and return the
+        copy. Copy the logs and settings of the backup too. A damaged checkpoint is reported, and the previous one is
+        tried. `check` is called with the settings first. An unreadable drive is reported and counts as empty. Raise a
+        `UserError` if the drive or the run's own disk fails during the copy."""
+        backup = self.there
         try:
-            os.stat(there.path.parent)
-            later = [path for path in complete_checkpoints(there.checkpoints) if step_of(path) > after]
-            has_settings = there.config.is_file() and not is_linked(there.config, there.path)
-            settings = read_yaml(there.config) if later and has_settings else {}
+            os.stat(backup.path.parent)
+            later = [path for path in complete_checkpoints(backup.checkpoints) if step_of(path) > last_step]
+            has_settings = backup.config.is_file() and not is_linked(backup.config, backup.path)
+            settings = read_yaml(backup.config) if later and has_settings else {}
         except OSError as error:
             self.say(
-                f"WARNING: {there.path} (--backup_dir) cannot be read ({_reason(error)}): is its drive mounted? Nothing is "
-                f"restored from it, and nothing is backed up until it is available."
+                f"WARNING: {backup.path} (--backup_dir) cannot be read ({_reason(error)}): is its drive mounted? "
+                "Nothing is restored from it, and nothing is backed up until it is available."
             )
             return None
         if not later:
@@ -103,36 +107,36 @@ class Backup:
         try:
             for checkpoint in reversed(later):
                 try:
-                    if is_linked(checkpoint / MANIFEST, there.path):
-                        raise DamageError(f"it is a link to a path outside {there.path}")
+                    if is_linked(checkpoint / MANIFEST, backup.path):
+                        raise DamageError(f"it is a link to a path outside {backup.path}")
                     listed_files(checkpoint)
                     self._bring_files(step_of(checkpoint))
                     self.run.checkpoints.mkdir(exist_ok=True)
                     checkpoints.copy(checkpoint, self.run.checkpoints / checkpoint.name)
-                    self.say(f"Backup:  {checkpoint.name} is restored from {there.path}")
+                    self.say(f"Backup:  {checkpoint.name} is restored from {backup.path}")
                     return self.run.checkpoints / checkpoint.name
                 except DamageError as damage:
                     self.say(f"WARNING: {checkpoint} is damaged: {damage}. Falling back to the previous checkpoint.")
         except OSError as error:
             raise UserError(
-                f"{self.run.path} could not be restored from {there.path} ({_reason(error)}): fix that and run the same "
-                f"command again, or leave out --backup_dir to resume from the files in {self.run.path}."
+                f"{self.run.path} could not be restored from {backup.path} ({_reason(error)}): fix that and run the "
+                f"same command again, or leave out --backup_dir to resume from the files in {self.run.path}."
             ) from error
         return None
 
     def _bring_files(self, step: int) -> None:
         """Copy the logs and settings of the backup into the run folder. A log that reaches `step` is not replaced."""
         mark(self.run.path, "run")
-        logged = read_metrics(self.run.metrics)
-        is_older = not logged or logged[-1]["step"] < step
+        entries = read_metrics(self.run.metrics)
+        is_older = not entries or entries[-1]["step"] < step
         for source, target in zip(self.there.files, self.run.files, strict=True):
             if not target.exists() or (is_older and target != self.run.config):
                 _copy_file(source, self.there.path, target)
 
     def begin(self, first_step: int, may_replace: bool) -> None:
         """Start the backup of a run from `first_step`. With `may_replace`, the user allowed deleting later steps.
-        Otherwise, unless `restore` has seen them, later steps are kept, and nothing is copied until they are deleted: the drive
-        may have been disconnected when the run started, and hold days of work."""
+        Otherwise, unless `restore` has seen them, later steps are kept, and nothing is copied until they are deleted:
+        the drive may have been disconnected when the run started, and hold days of work."""
         self.first_step = first_step
         self.may_replace |= may_replace
 
@@ -153,7 +157,8 @@ class Backup:
             pause = None if self.problem is None else min(2 * (pause or FIRST_PAUSE / 2), LONGEST_PAUSE)
 
     def finish(self, timeout: float = 600.0) -> None:
-        """Copy the newest checkpoint and the logs, and wait at most `timeout` seconds for it. An unavailable drive is tried once more."""
+        """Copy the newest checkpoint and the logs, and wait at most `timeout` seconds. An unavailable drive is tried
+        once."""
         self._is_closing = True
         self.submit()
         self._thread.join(min(1.0, timeout))  # usually enough, so that no waiting has to be reported
@@ -162,14 +167,15 @@ class Backup:
             self._thread.join(timeout)
         if problem := "the drive is too slow" if self._thread.is_alive() else self.problem:
             self.say(
-                f"WARNING: The backup in {self.there.path} is incomplete ({problem}); copy {self.run.path} there yourself."
+                f"WARNING: The backup in {self.there.path} is incomplete ({problem}); copy {self.run.path} there "
+                "yourself."
             )
         elif self.copied:
             self.say(f"Backup:  {self.copied} is in {self.there.path}")
 
     def update(self) -> None:
-        """Copy the run's logs and its newest checkpoint to the drive, and delete checkpoints of later steps there. Report
-        when the drive fails and when it is available again."""
+        """Copy the run's logs and its newest checkpoint to the drive, and delete checkpoints of later steps there.
+        Report when the drive fails and when it is available again."""
         with self._updating:
             checkpoint = self.copying = max(complete_checkpoints(self.run.checkpoints), key=step_of, default=None)
             if checkpoint is None:
@@ -179,8 +185,8 @@ class Backup:
             except OSError as error:
                 if self.problem is None:
                     self.say(
-                        f"WARNING: {checkpoint.name} could not be copied to {self.there.path} ({_reason(error)}). Training "
-                        f"continues, and the copy will be retried."
+                        f"WARNING: {checkpoint.name} could not be copied to {self.there.path} ({_reason(error)}). "
+                        "Training continues, and the copy will be retried."
                     )
                 self.problem = _reason(error)
                 return
@@ -189,35 +195,35 @@ class Backup:
             self.problem, self.copying, self.copied = None, None, checkpoint.name
 
     def _copy(self, checkpoint: Path) -> None:
-        there = self.there.checkpoints
+        backup = self.there.checkpoints
         if not self.is_made:  # created only once: if it is missing later, the drive is gone; keep its mount point empty
             if not may_hold_run(self.there):
                 raise OSError("it is not a backup of a run; choose another --backup_dir")
             self.there.path.mkdir(exist_ok=True)
             mark(self.there.path, "run")
             self.is_made = True
-        there.mkdir(exist_ok=True)
-        later = [path for path in complete_checkpoints(there) if step_of(path) > self.first_step]
+        backup.mkdir(exist_ok=True)
+        later = [path for path in complete_checkpoints(backup) if step_of(path) > self.first_step]
         unknown = [path for path in later if path.name not in self.submitted]
         if unknown and not self.may_replace:
             raise OSError(
-                f"it holds {unknown[-1].name}, which this run did not resume from and does not replace; run the command again "
-                f"to resume from it, or delete it"
+                f"it holds {unknown[-1].name}, which this run did not resume from and does not replace; run the "
+                "command again to resume from it, or delete it"
             )
         self.submitted.add(checkpoint.name)
         self._copy_files()  # before the checkpoint is complete, so that the log always reaches its step
-        copied, is_complete = there / checkpoint.name, False
+        target, is_complete = backup / checkpoint.name, False
         with suppress(FileNotFoundError, DamageError):  # checks only the manifest and the sizes
-            is_complete = listed_files(copied) == listed_files(checkpoint)
+            is_complete = listed_files(target) == listed_files(checkpoint)
         if not is_complete:
-            checkpoints.copy(checkpoint, copied)
+            checkpoints.copy(checkpoint, target)
         self._copy_files()  # again: the copy takes long, and this step may have been validated meanwhile
         for path in later:
             if path.name != checkpoint.name and (path in unknown or step_of(path) > step_of(checkpoint)):  # rolled back
                 discard(path, FILES)
         self.may_replace = False
-        checkpoints.sweep(there)
-        checkpoints.prune(there, self.limit, best_step(self.run.metrics))
+        checkpoints.sweep(backup)
+        checkpoints.prune(backup, self.limit, best_step(self.run.metrics))
 
     def _copy_files(self) -> None:
         for source, target in zip(self.run.files, self.there.files, strict=True):
@@ -227,12 +233,12 @@ class Backup:
 def _copy_file(source: Path, folder: Path, target: Path) -> None:
     """Copy a file of a folder, unless it does not exist or is a link to a path outside."""
     if source.is_file() and not is_linked(source, folder):
-        with unfinished_path(target) as unfinished:
-            copy_file(source, unfinished)
+        with unfinished_path(target) as partial:
+            copy_file(source, partial)
 
 
 def earlier_run(run: RunFolder, backup_dir: str | None) -> RunFolder | None:
-    """Return the folder of a run if the run has begun, otherwise the folder of its backup, or None if neither has settings."""
+    """Return the folder of a run if it has begun, otherwise that of its backup, or None if neither has settings."""
     folders = [run, *([RunFolder(_backup_folder(backup_dir, run.path))] if backup_dir is not None else [])]
     return next((folder for folder in folders if folder.config.is_file() and folder.is_run()), None)
 

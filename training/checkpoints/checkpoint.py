@@ -5,8 +5,8 @@
         training_state/optimizer.safetensors, state.json           needed to resume; never published
         manifest.json                                              sizes and hashes, written last
 
-Every reader ignores a folder without a manifest. No file is a pickle. Resuming reads only files with these names: no index, no
-link, and no code from the folder.
+Every reader ignores a folder without a manifest. No file is a pickle. Resuming reads only files with these names: no
+index, no link, and no code from the folder.
 
 Format 1 can also be read: its state.json holds step, seed, tokens per step and two hashes.
 """
@@ -76,8 +76,8 @@ def step_of(checkpoint: Path) -> int:
 
 def all_checkpoints(folder: Path) -> list[Path]:
     """Return all folders with the name of a checkpoint, oldest first. `step_9` is not one, because no run writes it."""
-    named = (path for path in folder.glob("step_[0-9]*") if path.name[5:].isdecimal())
-    return sorted((path for path in named if path.name == folder_name(step_of(path))), key=step_of)
+    candidates = (path for path in folder.glob("step_[0-9]*") if path.name[5:].isdecimal())
+    return sorted((path for path in candidates if path.name == folder_name(step_of(path))), key=step_of)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -107,28 +107,28 @@ def write_checkpoint(
     state: TrainState,
 ) -> Path:
     """Write `folder/step_N`. Nothing of that name exists until the final rename. Older checkpoints are not changed.
-    `shell`: a model of the same configuration; its weights are not used. On a full disk, safetensors raises its own kind of
-    error, see `as_os_error`."""
+    `shell`: a model of the same configuration; its weights are not used. On a full disk, safetensors raises its own
+    kind of error, see `as_os_error`."""
     final = folder / folder_name(state.position.step)  # exists if the run reached this step before a rollback
     moments = {name: tensor for name, tensor in snapshot.tensors.items() if "/" in name}
     weights = {name: tensor for name, tensor in snapshot.tensors.items() if name not in moments}
-    with unfinished_path(final, known=FILES) as unfinished:
-        (unfinished / STATE_FOLDER).mkdir()
-        shell.save_pretrained(unfinished, state_dict=weights, max_shard_size=snapshot.n_bytes + 1)
-        vocabulary.save(tokenizer, unfinished, context=shell.config.n_positions)
-        save_file(moments, unfinished / OPTIMIZER)
-        (unfinished / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
-        _seal(unfinished, state.position.step)
+    with unfinished_path(final, known=FILES) as partial:
+        (partial / STATE_FOLDER).mkdir()
+        shell.save_pretrained(partial, state_dict=weights, max_shard_size=snapshot.n_bytes + 1)
+        vocabulary.save(tokenizer, partial, context=shell.config.n_positions)
+        save_file(moments, partial / OPTIMIZER)
+        (partial / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
+        _seal(partial, state.position.step)
     return final
 
 
 def as_os_error(error: Exception) -> OSError:
-    """Return the OSError for an error of safetensors or tokenizers that ends in `(os error 28)`. Raise all other errors."""
+    """Return the OSError for an error of safetensors or tokenizers that ends in `(os error 28)`. Raise all others."""
     if isinstance(error, OSError):
         return error
-    if (found := re.search(r"\(os error (\d+)\)", str(error))) is None:
+    if (match := re.search(r"\(os error (\d+)\)", str(error))) is None:
         raise error
-    return OSError(int(found[1]), os.strerror(int(found[1])))
+    return OSError(int(match[1]), os.strerror(int(match[1])))
 
 
 def _seal(folder: Path, step: int) -> None:
@@ -146,18 +146,18 @@ def _seal(folder: Path, step: int) -> None:
 
 
 def copy(checkpoint: Path, final: Path, model_only: bool = False) -> None:
-    """Replace `final` atomically with a copy of a checkpoint, or of its model without the training state. Raise a `DamageError`
-    if the checkpoint does not match its manifest."""
+    """Replace `final` atomically with a copy of a checkpoint, or of its model without the training state. Raise a
+    `DamageError` if the checkpoint does not match its manifest."""
     manifest, files = (checkpoint / MANIFEST).read_bytes(), listed_files(checkpoint)
-    with unfinished_path(final, known=MODEL_FILES if model_only else FILES) as unfinished:
+    with unfinished_path(final, known=MODEL_FILES if model_only else FILES) as partial:
         for name, (_, sha256) in files.items():
             if model_only and name in (OPTIMIZER, STATE):
                 continue
-            (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
-            if copy_file(checkpoint / name, unfinished / name) != sha256:
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            if copy_file(checkpoint / name, partial / name) != sha256:
                 raise DamageError(f"{name} was changed or damaged (its hash differs)")
         if not model_only:
-            with (unfinished / MANIFEST).open("wb") as file:
+            with (partial / MANIFEST).open("wb") as file:
                 file.write(manifest)
                 fsync(file)
 
@@ -189,7 +189,7 @@ class DamageError(OSError):
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Return the first damage in a checkpoint, or None if it is intact. Raise a `UserError` for a newer version's checkpoint."""
+    """Return the first damage in a checkpoint, or None. Raise a `UserError` for a newer version's checkpoint."""
     try:
         for name, (_, sha256) in listed_files(checkpoint).items():
             if file_sha256(checkpoint / name) != sha256:
@@ -202,8 +202,9 @@ def damage(checkpoint: Path) -> str | None:
 
 
 def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
-    """Return the size and SHA-256 of each file in the manifest, by name. Raise a `DamageError` if the manifest is invalid, or if a
-    file is missing, has another size in bytes or is outside the checkpoint, or a `UserError` for a newer version's checkpoint."""
+    """Return the size and SHA-256 of each file in the manifest, by name. Raise a `DamageError` if the manifest is
+    invalid, or if a file is missing, has another size in bytes or is outside the checkpoint, or a `UserError` for a
+    newer version's checkpoint."""
     if not (checkpoint / MANIFEST).is_file():
         raise DamageError(f"it has no {MANIFEST}")
     try:
@@ -212,8 +213,8 @@ def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
         files = {str(name): (int(file["size"]), str(file["sha256"])) for name, file in manifest["files"].items()}
     except NONSENSE as error:
         raise DamageError(f"its {MANIFEST} cannot be read ({error})") from error
-    if missing := [name for name in NEEDED if name not in files]:
-        raise DamageError(f"its {MANIFEST} does not list {missing[0]}")
+    if absent := [name for name in NEEDED if name not in files]:
+        raise DamageError(f"its {MANIFEST} does not list {absent[0]}")
     for name, (size, _) in files.items():
         path = checkpoint / name
         plain = PureWindowsPath(name)  # parses both kinds of slashes, and drives
@@ -246,7 +247,7 @@ def load_state(checkpoint: Path) -> TrainState:
 
 
 def _from_format_1(content: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Return a state of format 1 in the current format. In format 1, no samples were skipped and precision was not recorded."""
+    """Return a state of format 1 in the current format. Format 1 skips no samples and does not record the precision."""
     step, tokens_per_step = content["step"], content["tokens_per_step"]
     context = schema.read(checkpoint / "config.json")["n_positions"]
     settings = {"data": content["data_identity"], "tokenizer": content["tokenizer_sha256"], "mask_documents": False}

@@ -20,8 +20,8 @@ limit_tokenizers()
 
 
 def find_model(name: str) -> str:
-    """Return the model folder or Hub id to load for a run folder, a checkpoint, a model folder or a Hub id. Raise a `UserError`
-    if there is no model, or the Hub cannot be reached."""
+    """Return the model folder or Hub id to load for a run folder, a checkpoint, a model folder or a Hub id. Raise a
+    `UserError` if there is no model, or the Hub cannot be reached."""
     path = Path(name)
     for candidate in (path / "model", path, *reversed(checkpoints.complete_checkpoints(path / "checkpoints"))):
         if (candidate / "config.json").is_file():
@@ -50,8 +50,8 @@ def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT
         model = loading.load_model(source, dtype)
     if not isinstance(model, GPT2ScratchForCausalLM):
         raise UserError(
-            f"{source} is a {type(model).__name__}, not a model of this project. GPT-2 and Apertus models can be converted first: "
-            f"python -m modeling_gpt2scratch.conversion_gpt2scratch {source} DST"
+            f"{source} is a {type(model).__name__}, not a model of this project. GPT-2 and Apertus models can be "
+            f"converted first: python -m modeling_gpt2scratch.conversion_gpt2scratch {source} DST"
         )
     return model
 
@@ -68,13 +68,14 @@ def check_store(source: str | Path, tokenizer: PreTrainedTokenizerBase, store: T
     """Raise a `UserError` if the store was made with a tokenizer other than the model's."""
     if _rules(tokenizer) != _rules(store.load_tokenizer()):  # files differ between library versions, so compare rules
         raise UserError(
-            f"{source} and {store.folder} have different tokenizers; use a store that was made with the model's own tokenizer."
+            f"{source} and {store.folder} have different tokenizers; use a store that was made with the model's own "
+            "tokenizer."
         )
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> dict:
-    """Return the settings of a tokenizer that determine ids, without those that a loader may set: truncation, padding, and which
-    added tokens are special."""
+    """Return the settings of a tokenizer that determine ids, without those that a loader may set: truncation, padding,
+    and which added tokens are special."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
     rules["added_tokens"] = [token | {"special": None} for token in rules["added_tokens"]]
     return {name: value for name, value in rules.items() if name not in ("truncation", "padding")}

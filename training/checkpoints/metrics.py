@@ -1,4 +1,5 @@
-"""Readers of metrics.jsonl (one object per log line, with the names of Transformers' Trainer) and events.jsonl (status.py).
+"""Readers of metrics.jsonl (one object per log line, with the names of Transformers' Trainer) and events.jsonl
+(status.py).
 
 An invalid line, cut off by a crash or edited by hand, is skipped, so that it cannot make a run fail at its report.
 """
@@ -38,22 +39,22 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_metrics(entry: dict[str, Any]) -> bool:
-    needed = EVALUATED if "eval_loss" in entry else {"tokens"}
-    is_whole = needed <= entry.keys() and all(map(_is_number, entry.values()))
+    keys = EVALUATED if "eval_loss" in entry else {"tokens"}
+    is_whole = keys <= entry.keys() and all(map(_is_number, entry.values()))
     is_logged = "tokens" not in entry or (_is_count(entry["tokens"]) and entry["step"] > 0)
     return is_whole and is_logged and entry.get("tokens_per_second", 1) > 0
 
 
 def _fits(event: dict[str, Any]) -> bool:
-    needed = {"spike": {"loss", "z_score"}, "advice": {"about", "text"}}.get(str(event.get("event")), set())
+    keys = {"spike": {"loss", "z_score"}, "advice": {"about", "text"}}.get(str(event.get("event")), set())
     try:
-        built = {name: schema.build(event[name], kind) for name, kind in DETAILS.items() if name in event}
-        is_zoned = "time" not in built or datetime.fromisoformat(built["time"]).tzinfo is not None
+        details = {name: schema.build(event[name], kind) for name, kind in DETAILS.items() if name in event}
+        is_zoned = "time" not in details or datetime.fromisoformat(details["time"]).tzinfo is not None
     except ValueError:
         return False
-    starts = built.get("earlier", [])
-    is_whole = needed <= event.keys() and all("step" in start and _fits(start) for start in starts)
-    return is_zoned and is_whole and ("planned" not in built or built["planned"].is_possible)
+    starts = details.get("earlier", [])
+    is_whole = keys <= event.keys() and all("step" in start and _fits(start) for start in starts)
+    return is_zoned and is_whole and ("planned" not in details or details["planned"].is_possible)
 
 
 def _is_count(value: Any) -> bool:
@@ -124,12 +125,14 @@ def scores_more(entry: dict[str, Any]) -> bool:
 
 
 def seconds_until(entries: list[dict[str, Any]]) -> dict[int, float]:
-    """Return the training seconds until each logged step, from the tokens and the speed of each log line. In a run that branched
-    off from another run's checkpoint, the steps of the other run do not count."""
+    """Return the training seconds until each logged step, from the tokens and the speed of each log line. In a run that
+    branched off from another run's checkpoint, the steps of the other run do not count."""
     seconds, until = 0.0, {}
-    logged = [entry for entry in entries if "tokens" in entry][:2]
-    between = logged[-1]["step"] - logged[0]["step"] if logged else 0  # steps per line, also before the first line
-    tokens = logged[0]["tokens"] * (1 - between / logged[0]["step"]) if between else 0
+    log_lines = [entry for entry in entries if "tokens" in entry][:2]
+    between = (
+        log_lines[-1]["step"] - log_lines[0]["step"] if log_lines else 0
+    )  # steps per line, also before the first line
+    tokens = log_lines[0]["tokens"] * (1 - between / log_lines[0]["step"]) if between else 0
     for entry in entries:
         if "tokens_per_second" in entry:
             seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]

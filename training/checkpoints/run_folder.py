@@ -100,8 +100,8 @@ class RunFolder:
         return (self.config, *logs, *self.plots.values())
 
     def is_run(self) -> bool:
-        """Return whether this project trained in the folder. It did if there is a mark file or, from an older version, a
-        checkpoint, or a status and events in our format. A config.yaml is not enough: any project may have such a file."""
+        """Return whether this project trained in the folder. It did if there is a mark file or, from an older version,
+        a checkpoint, or a status and events in our format. A config.yaml is not enough: any project may have one."""
         if is_marked(self.path, "run") or (is_status(self.status) and read_events(self.events)):
             return True
         for checkpoint in checkpoints.complete_checkpoints(self.checkpoints):
@@ -127,8 +127,8 @@ class RunFolder:
         complete = checkpoints.complete_checkpoints(self.checkpoints)
         if complete:
             return f"{complete[-1]} is the last good checkpoint"
-        before = f", and the run before it is in {self.replaced}" if is_marked(self.replaced, "replaced") else ""
-        return f"there is no checkpoint yet{before}"
+        hint = f", and the run before it is in {self.replaced}" if is_marked(self.replaced, "replaced") else ""
+        return f"there is no checkpoint yet{hint}"
 
     def newest_step(self, until: float = math.inf) -> int:
         """Return the step of the newest complete checkpoint, at most `until`, or 0 if there is none."""
@@ -143,8 +143,8 @@ REPLACED = (  # files that are deleted with a replaced run
 
 
 def may_hold_run(folder: RunFolder) -> bool:
-    """Return whether a run can be written to a folder without touching unrelated files. The folder must not exist, must hold a run,
-    or must hold only a lock and files that systems and version control put into empty folders."""
+    """Return whether a run can be written to a folder without touching unrelated files. The folder must not exist, must
+    hold a run, or must hold only a lock and files that systems and version control put into empty folders."""
     if not folder.path.is_dir():
         return not folder.path.exists()
     names = (*EMPTY, f".{folder.path.resolve().name}.lock*")
@@ -164,8 +164,11 @@ def run_of(path: Path) -> Path:
     elif path.name in ("model", "checkpoints") and not RunFolder(path).is_run():
         run = path.parent
     if is_checkpoint(path) and run.is_dir() and not path.exists():
-        there = ", ".join(found.name for found in checkpoints.complete_checkpoints(path.parent)) or "no checkpoint"
-        raise UserError(f"{path} does not exist; {run} has {there}.")
+        steps = (
+            ", ".join(checkpoint.name for checkpoint in checkpoints.complete_checkpoints(path.parent))
+            or "no checkpoint"
+        )
+        raise UserError(f"{path} does not exist; {run} has {steps}.")
     if not path.exists() or not RunFolder(run).is_run():
         raise UserError(f"{path} is neither a run folder nor a checkpoint in one.")
     if not (run / CONFIG_FILE).is_file():
@@ -174,27 +177,28 @@ def run_of(path: Path) -> Path:
     return run
 
 
-def find_checkpoint(path: Path, wanted: str) -> Path:
-    """Return the checkpoint `wanted` of the run at `path`: `last`, `best` (lowest validation loss) or a step."""
+def find_checkpoint(path: Path, name: str) -> Path:
+    """Return the checkpoint `name` of the run at `path`: `last`, `best` (lowest validation loss) or a step."""
     run = RunFolder(run_of(path))
     if is_checkpoint(path):
-        raise UserError(f"{path} is already a checkpoint; remove --checkpoint {wanted}.")
-    kept = {checkpoints.step_of(found): found for found in checkpoints.complete_checkpoints(run.checkpoints)}
-    there = f"{run.path} has these checkpoint steps: {', '.join(map(str, kept)) or 'none'}"
-    if wanted == "last" and kept:
-        return kept[max(kept)]
-    if wanted == "best":
-        best = best_evaluation([entry for entry in read_metrics(run.metrics) if entry["step"] in kept])
+        raise UserError(f"{path} is already a checkpoint; remove --checkpoint {name}.")
+    by_step = {checkpoints.step_of(path): path for path in checkpoints.complete_checkpoints(run.checkpoints)}
+    choice = f"{run.path} has these checkpoint steps: {', '.join(map(str, by_step)) or 'none'}"
+    if name == "last" and by_step:
+        return by_step[max(by_step)]
+    if name == "best":
+        best = best_evaluation([entry for entry in read_metrics(run.metrics) if entry["step"] in by_step])
         if best is None:
-            raise UserError(f"{there}; none of them was validated. Choose one with --checkpoint STEP.")
-        return kept[best["step"]]
-    if not wanted.isdecimal() or int(wanted) not in kept:
-        raise UserError(f"checkpoint is {wanted}, but {there}; use one of them, last or best.")
-    return kept[int(wanted)]
+            raise UserError(f"{choice}; none of them was validated. Choose one with --checkpoint STEP.")
+        return by_step[best["step"]]
+    if not name.isdecimal() or int(name) not in by_step:
+        raise UserError(f"checkpoint is {name}, but {choice}; use one of them, last or best.")
+    return by_step[int(name)]
 
 
 def _parts(folder: RunFolder) -> dict[Path, tuple[str, ...]]:
-    """Return the files and folders of a run that exist, config.yaml first and the checkpoints last, with the patterns of a folder."""
+    """Return the existing files and folders of a run, config.yaml first, the checkpoints last, with a folder's
+    patterns."""
     parts = dict.fromkeys(folder.files, ()) | {folder.path / name: files for name, files in FOLDERS.items()}
     if not is_marked(folder.hub, "hub"):  # a folder of the user
         del parts[folder.hub]
@@ -212,12 +216,12 @@ def put_back(folder: RunFolder) -> None:
 def forget_replaced(folder: RunFolder) -> None:
     """Delete the replaced run, and report where the files in it were moved that no run wrote."""
     is_gone = not os.path.lexists(folder.replaced)  # perhaps a killed process was deleting it
-    if (is_gone or is_marked(folder.replaced, "replaced")) and (kept := discard(folder.replaced, REPLACED)):
-        say(f"Files in {folder.path} that no run wrote were moved to {kept}.")
+    if (is_gone or is_marked(folder.replaced, "replaced")) and (remainder := discard(folder.replaced, REPLACED)):
+        say(f"Files in {folder.path} that no run wrote were moved to {remainder}.")
 
 
 def begin(folder: RunFolder, checkpoint: Path | None) -> None:
-    """Prepare the folder: set the old run aside before a new one, or remove everything after its own `checkpoint` before a resume."""
+    """Prepare the folder: set the old run aside before a new one, or remove everything after its own `checkpoint`."""
     mark(folder.path, "run")
     checkpoints.sweep(folder.checkpoints)
     forget_replaced(folder)

@@ -21,11 +21,11 @@ def read_samples(path: Path) -> dict[int, list[str]]:
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     samples: dict[int, list[str]] = {}
     section: list[str] = []
-    for step, _, written in SECTION_OR_SAMPLE.findall(text):  # a sample is one match, even if it contains headings
+    for step, _, sample in SECTION_OR_SAMPLE.findall(text):  # a sample is one match, even if it contains headings
         if step:
             section = samples[int(step)] = []
         else:
-            section.append(written)
+            section.append(sample)
     return samples
 
 
@@ -33,7 +33,7 @@ def forget_samples_after(path: Path, step: int) -> None:
     """Remove the sections of later steps. Other text in the file stays."""
     if path.exists():
         text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-        later = (found.start() for found in SECTION_OR_SAMPLE.finditer(text) if found[1] and int(found[1]) > step)
+        later = (match.start() for match in SECTION_OR_SAMPLE.finditer(text) if match[1] and int(match[1]) > step)
         write_atomic(path, text[: next(later, len(text))])
 
 

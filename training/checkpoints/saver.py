@@ -35,7 +35,7 @@ THREAD = "saver"
 
 
 def wait_for_writing(seconds: float) -> bool:
-    """Wait up to `seconds` for this process's checkpoint. Return whether it is still being written. Not for the saving thread."""
+    """Wait up to `seconds` for this process's checkpoint. Return whether it is still being written."""
     writers = [thread for thread in threading.enumerate() if thread.name == THREAD]
     for thread in writers:
         if thread.is_alive():  # false while the thread is starting
@@ -85,10 +85,10 @@ class Saver(AbstractContextManager):
         save_total_limit: int | None,
         backup: Backup | None,
     ):
-        """Allocate memory for the copy of weights and moments while the first step is being prepared. Raise a `UserError` if the
-        disk has no room for a checkpoint, before any step is trained.
-        `store`: no checkpoint is completed before the hashes of its files were verified, because size and modification time would
-        not show a flipped bit. One process per machine reads the files, at the speed of SHA-256: about 1.5 GB/s."""
+        """Allocate memory for the copy of weights and moments while the first step is being prepared. Raise a
+        `UserError` if the disk has no room for a checkpoint, before any step is trained.
+        `store`: no checkpoint is completed before the hashes of its files were verified, because size and modification
+        time would not show a flipped bit. One process per machine reads the files, at about 1.5 GB/s."""
         self.folder, self.tokenizer = folder, tokenizer
         self.accelerator, self.model = train_step.accelerator, train_step.model
         # Niceness 10: a tenth of the time of a core that training keeps busy. Daemon: it must not delay an exit.
@@ -117,10 +117,10 @@ class Saver(AbstractContextManager):
             self.task.join()
 
     def save(self, state: checkpoint.TrainState) -> None:
-        """Start a save and record the seconds that training waited for it. Raise the exception of the previous save, if any."""
+        """Start a save and record the seconds that training waited for it. Raise the exception of the previous save."""
         begin = time.perf_counter()
         on_main(self.accelerator, self.wait)
-        waited = time.perf_counter()
+        after_wait = time.perf_counter()
         if scaler := self.accelerator.scaler:
             state = replace(state, grad_scaler=scaler.state_dict())
         self._copy_off_the_device()
@@ -128,7 +128,7 @@ class Saver(AbstractContextManager):
         if self.accelerator.is_main_process:
             self.task = BackgroundTask(partial(self._write, state), THREAD, niceness=19)
             self.task.start()
-            seconds = {"seconds_waiting": waited - begin, "seconds_copying": time.perf_counter() - waited}
+            seconds = {"seconds_waiting": after_wait - begin, "seconds_copying": time.perf_counter() - after_wait}
             seconds = {name: round(value, 4) for name, value in seconds.items()}
             record(self.folder.events, "saving", self.saved_step, **seconds)
 
@@ -143,7 +143,8 @@ class Saver(AbstractContextManager):
 
     def _make_room(self, shapes: dict[str, torch.Size]) -> None:
         """Allocate the memory of the snapshot and touch it, so that the first save does not wait for the system.
-        It is one block, page-locked for a GPU: `pin_memory` would round each tensor up to a power of two, 1.5 to 1.7 times as much."""
+        It is one block, page-locked for a GPU: `pin_memory` would round each tensor up to a power of two, 1.5 to 1.7
+        times."""
         try:
             block = torch.empty(sum(shape.numel() for shape in shapes.values()), dtype=torch.float32)
             if self.accelerator.device.type == "cuda":
@@ -178,11 +179,11 @@ class Saver(AbstractContextManager):
         self.verification.wait()
         try:
             refuse_full_disk(self.folder, self.snapshot.n_bytes)
-            saved = checkpoint.write_checkpoint(
+            folder = checkpoint.write_checkpoint(
                 self.folder.checkpoints, self.snapshot, self.shell, self.tokenizer, state
             )
             seconds = round(time.perf_counter() - begin, 4)
-            checkpoint.copy(saved, self.folder.model, model_only=True)
+            checkpoint.copy(folder, self.folder.model, model_only=True)
             forget_replaced(self.folder)
             in_use = self.backup.copying if self.backup is not None else None
             checkpoint.prune(self.folder.checkpoints, self.save_total_limit, best_step(self.folder.metrics), in_use)

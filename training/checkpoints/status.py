@@ -1,7 +1,8 @@
 """Run status for users and external monitoring.
 
 status.json    the state (running, finished, stopped or failed), its reason, and the step of the newest checkpoint
-events.jsonl   events with their times, one object per line: begun, resumed (with changed settings, hardware, libraries and
+events.jsonl   events with their times, one object per line: begun, resumed (with changed settings, hardware, libraries
+and
                the reason of a restart), saving, saved, spike, advice, finished, stopped, failed
 """
 
@@ -23,7 +24,7 @@ FORMAT_VERSION = 1  # of the run folder; a status.json without a version has for
 
 
 def write_status(path: Path, state: State, step: int, reason: str = "") -> None:
-    """Replace status.json atomically, ignoring disk errors so that no run fails here. `step` is the newest checkpoint's step."""
+    """Replace status.json atomically, ignoring disk errors. `step` is the newest checkpoint's step."""
     status = {"format_version": FORMAT_VERSION, "state": state, "reason": reason, "step": step, "time": now()}
     status |= {"host": socket.gethostname(), "pid": os.getpid()}
     with suppress(OSError):
@@ -63,21 +64,21 @@ def now() -> str:
 
 def starts_in_force(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the starts that led to the current state of the run, each after `step` steps, oldest first.
-    A resume discards everything after its checkpoint, including later starts. `earlier` holds the starts of the run whose
-    checkpoint this run branched off from."""
+    A resume discards everything after its checkpoint, including later starts. `earlier` holds the starts of the run
+    whose checkpoint this run branched off from."""
     starts: list[dict[str, Any]] = []
     for event in events:
         if event["event"] in ("begun", "resumed"):
-            kept = [start for start in starts if start["step"] < event["step"]]
-            own = {name: event[name] for name in ("step", "changes", "environment") if name in event}
-            starts = [*event.get("earlier", []), *kept, own]
+            earlier = [start for start in starts if start["step"] < event["step"]]
+            start = {name: event[name] for name in ("step", "changes", "environment") if name in event}
+            starts = [*event.get("earlier", []), *earlier, start]
     return starts
 
 
-def hours(events: list[dict[str, Any]], now: datetime | None = None) -> float:
-    """Return the run's hours until `now`, by default until its last event, from its events.jsonl. The time between the last event
-    before a stop or a kill and the next start does not count."""
+def hours(events: list[dict[str, Any]], end: datetime | None = None) -> float:
+    """Return the run's hours until `end`, by default until its last event, from its events.jsonl. The time between the
+    last event before a stop or a kill and the next start does not count."""
     moments = [(event["event"] in ("begun", "resumed"), datetime.fromisoformat(event["time"])) for event in events]
-    moments += [(False, now)] if now else []
-    spans = [later - before for (_, before), (starts, later) in pairwise(moments) if not starts]
+    moments += [(False, end)] if end else []
+    spans = [later - start for (_, start), (starts, later) in pairwise(moments) if not starts]
     return sum(max(0.0, span.total_seconds()) for span in spans) / 3600  # max, in case the clock was set back

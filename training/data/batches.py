@@ -41,7 +41,8 @@ class BatchArguments:
 class DataPosition:
     """Position in the data after `step` steps.
     Samples are counted over all processes. A step trains on the next `sequences` samples and skips the ranges that a
-    rollback excluded, so that any number of processes and any micro-batch size give the same samples in the same order."""
+    rollback excluded, so that all numbers of processes and micro-batch sizes give the same samples in the same
+    order."""
 
     step: int = 0
     sample: int = 0  # first sample of the next step
@@ -51,12 +52,12 @@ class DataPosition:
     def first_sample(self, step: int, sequences: int) -> int:
         """Return the first sample of step `step`, at or after this position, at `sequences` samples per step.
         A step that would reach into an excluded range starts after it."""
-        now, sample = self.step, self.sample
+        position, sample = self.step, self.sample
         for first, end in sorted(self.passed_over):
-            whole = max(0, first - sample) // sequences  # steps that fit before the range
-            if sample < end and now + whole <= step:
-                now, sample = now + whole, end
-        return sample + (step - now) * sequences
+            n_steps = max(0, first - sample) // sequences  # steps that fit before the range
+            if sample < end and position + n_steps <= step:
+                position, sample = position + n_steps, end
+        return sample + (step - position) * sequences
 
     def after(self, step: int, sequences: int, context: int) -> "DataPosition":
         """Return the position after `step` steps, counted from the start of the run."""
@@ -83,8 +84,8 @@ class BatchPlan:
 
 
 def plan_batches(arguments: BatchArguments, context: int, processes: int, largest_micro_batch: int) -> BatchPlan:
-    """Divide the global batch, or raise a `UserError` if it cannot be divided. `auto` uses the largest micro-batch that divides
-    it and is at most `largest_micro_batch`."""
+    """Divide the global batch, or raise a `UserError` if it cannot be divided. `auto` uses the largest micro-batch that
+    divides it and is at most `largest_micro_batch`."""
     micro = arguments.per_device_train_batch_size
     is_auto = micro == "auto"
     if not is_auto and not re.fullmatch(r"[1-9]\d{0,8}", micro, re.ASCII):
@@ -121,7 +122,8 @@ class WindowOrder:
 
     @property
     def windows(self) -> int:
-        """Number of samples per epoch: one less than would fit, so that an epoch can start anywhere in the first window."""
+        """Number of samples per epoch: one less than would fit, because an epoch starts anywhere in the first
+        window."""
         return max(1, self.n_tokens // self.context - 1)
 
     def starts(self, first: int, count: int) -> np.ndarray:
@@ -140,8 +142,8 @@ class WindowOrder:
         """Return the first token's index (k,) int64 of consecutive samples (k,) uint64, which may span many epochs."""
         epochs, places = np.divmod(samples, np.uint64(self.windows))
         nth = (epochs - epochs[0]).astype(np.intp)  # (k,): index of each sample's epoch in this block
-        here = np.arange(int(epochs[0]), int(epochs[-1]) + 1, dtype=np.uint64)
-        keys = _mixed(np.array([self.seed], dtype=np.uint64), here)  # one key per epoch
+        epochs_of_block = np.arange(int(epochs[0]), int(epochs[-1]) + 1, dtype=np.uint64)
+        keys = _mixed(np.array([self.seed], dtype=np.uint64), epochs_of_block)  # one key per epoch
         slack = self.n_tokens - 1 - self.windows * self.context  # tokens by which the windows can shift
         offsets = keys % np.uint64(min(self.context - 1, slack) + 1)
         starts = offsets[nth] + permute(places, self.windows, keys, nth) * np.uint64(self.context)
@@ -153,15 +155,15 @@ def permute(places: np.ndarray, n: int, keys: np.ndarray, nth: np.ndarray) -> np
     Each of `places`, (k,) uint64, is mapped by the permutation of `keys[nth]`. A balanced Feistel network (Luby and
     Rackoff 1988) permutes the smallest square power of two that is at least n; results of n or more are permuted again
     until they are below n (cycle walking: Black and Rogaway 2002)."""
-    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
-    low = np.uint64((1 << int(half)) - 1)
+    n_bits = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(n_bits)) - 1)
     round_keys = _mixed(keys, np.arange(ROUNDS, dtype=np.uint64)[:, None])  # (ROUNDS, keys)
 
     def shuffle(values: np.ndarray, nth: np.ndarray) -> np.ndarray:
-        left, right = values >> half, values & low
+        high, low = values >> n_bits, values & mask
         for keys_of_round in round_keys:
-            left, right = right, left ^ (_scrambled(right ^ keys_of_round[nth]) & low)
-        return (left << half) | right
+            high, low = low, high ^ (_scrambled(low ^ keys_of_round[nth]) & mask)
+        return (high << n_bits) | low
 
     out = shuffle(places, nth)
     while len(beyond := np.flatnonzero(out >= n)):
@@ -199,13 +201,13 @@ class TrainBatches:
 
     def __call__(self, step: int, micro_step: int) -> Batch:
         """Return a batch of tensors (micro_batch, context) on the device, without waiting for the device."""
-        before = time.perf_counter()
+        begin = time.perf_counter()
         starts, context = self._starts(step, micro_step), self.plan.context
         if self.tokens.file is not None:
             following = self._starts(step, micro_step + 1)  # after the last one: nearly always the next step's first
             self.tokens.file.announce(np.concatenate([starts, following]), context + 1)
         batch = self.tokens.batch(starts, context)
-        self.seconds += time.perf_counter() - before
+        self.seconds += time.perf_counter() - begin
         return batch
 
     def _starts(self, step: int, micro_step: int) -> np.ndarray:

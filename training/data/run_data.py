@@ -22,8 +22,8 @@ from tokenizer.store.store import TokenStore, read_metadata
 from training.data.tokens import Documents, MemoryMap, Tokens
 
 CACHE = Path(__file__).parents[2] / "data"  # tokenized raw text: one folder per text and settings
-# Tokens on the device leave less memory for the micro-batch. They save only the copy of each batch, which is not worth a
-# smaller micro-batch; at a twentieth of the memory, they shrink it by at most that fraction.
+# Tokens on the device leave less memory for the micro-batch. They save only the copy of each batch, which is not worth
+# a smaller micro-batch; at a twentieth of the memory, they shrink it by at most that fraction.
 LARGEST_SHARE_OF_DEVICE = 1 / 20
 LOCAL_WORLD_SIZE = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 
@@ -58,19 +58,20 @@ class RunData:
 
 
 def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:
-    """Open the recipe's token store, which for text is built first and cached by content and settings. A token store must be
-    the recipe's only input. Raise a `UserError` if the input does not exist, or the text or the store is invalid."""
+    """Open the recipe's token store, which for text is built first and cached by content and settings. A token store
+    must be the recipe's only input. Raise a `UserError` if the input does not exist or is invalid."""
     folder = _folder_of(recipe)
     if is_store(str(folder)):
         return TokenStore(folder)
     from tokenizer.build.store_builder import pretokenize
 
     pattern = f"{name_of(recipe.inputs[0])}-{'[0-9a-f]' * 12}/metadata.json"
-    if others := sorted(path.parent for path in CACHE.glob(pattern)):
-        size = sum(file.stat().st_size for other in others for file in other.rglob("*") if file.is_file())
+    if stores := sorted(path.parent for path in CACHE.glob(pattern)):
+        size = sum(file.stat().st_size for folder in stores for file in folder.rglob("*") if file.is_file())
         say(
-            f"{CACHE} holds {size / 1e6:,.1f} MB of other token stores for this input ({', '.join(other.name for other in others)}), from "
-            f"an earlier text, other settings or an older version. Delete them if no run needs them."
+            f"{CACHE} holds {size / 1e6:,.1f} MB of other token stores for this input "
+            f"({', '.join(path.name for path in stores)}), from an earlier text, other settings or an older version. "
+            "Delete them if no run needs them."
         )
     return pretokenize(recipe, folder, say, is_cache=True)
 
@@ -96,8 +97,8 @@ def find_cached(identity: str) -> Path | None:
 
 
 def _folder_of(recipe: Recipe) -> Path:
-    """Return the recipe's only input if it is a token store, otherwise the cache folder for that text. Raise a `UserError` if
-    the text does not exist."""
+    """Return the recipe's only input if it is a token store, otherwise the cache folder for that text. Raise a
+    `UserError` if the text does not exist."""
     [data] = recipe.inputs
     if is_store(data):
         return Path(data)
@@ -110,8 +111,8 @@ def _folder_of(recipe: Recipe) -> Path:
 def name_of(data: str) -> str:
     """Return a short name for a text or a store: `books/*.txt` and `books/` are both `books`."""
     path = Path(data).expanduser()
-    named = path.parent if set(path.name) & set("*?[") else path
-    return re.sub(r"[^\w.-]+", "-", named.resolve().stem).strip(".-") or "run"
+    folder = path.parent if set(path.name) & set("*?[") else path
+    return re.sub(r"[^\w.-]+", "-", folder.resolve().stem).strip(".-") or "run"
 
 
 def is_store(data: str) -> bool:
@@ -119,26 +120,26 @@ def is_store(data: str) -> bool:
     return TokenStore.is_store(data) or (Path(data) / "train.bin").is_file()
 
 
-def choose_placement(asked: str, n_bytes: int, device: torch.device, local_processes: int) -> Placement:
+def choose_placement(choice: str, n_bytes: int, device: torch.device, local_processes: int) -> Placement:
     """Decide where to keep `n_bytes` of tokens. Raise a `UserError` if the requested memory is too small.
-    Every process of this machine holds its own copy, except of a memory map. Only NVIDIA and AMD GPUs have separate memory: on
-    other devices, the device's memory is RAM."""
-    if device.type == "cuda" and asked in ("auto", "device"):
+    Every process of this machine holds its own copy, except of a memory map. Only NVIDIA and AMD GPUs have separate
+    memory: on other devices, the device's memory is RAM."""
+    if device.type == "cuda" and choice in ("auto", "device"):
         free, _ = torch.cuda.mem_get_info(device)
-        if asked == "device" and n_bytes > free:
+        if choice == "device" and n_bytes > free:
             raise UserError(
-                f"data_placement is device, but the tokens need {n_bytes / 1e9:.1f} GB and the device has {free / 1e9:.1f} GB "
-                f"free; use ram, mmap or auto."
+                f"data_placement is device, but the tokens need {n_bytes / 1e9:.1f} GB and the device has "
+                f"{free / 1e9:.1f} GB free; use ram, mmap or auto."
             )
-        if asked == "device" or n_bytes <= free * LARGEST_SHARE_OF_DEVICE:
+        if choice == "device" or n_bytes <= free * LARGEST_SHARE_OF_DEVICE:
             return Placement("device", n_bytes)
-    needed, free = n_bytes * local_processes, psutil.virtual_memory().available
-    if asked in ("device", "ram") and needed > free:
+    total, free = n_bytes * local_processes, psutil.virtual_memory().available
+    if choice in ("device", "ram") and total > free:
         raise UserError(
-            f"data_placement is {asked}, but the tokens need {needed / 1e9:.1f} GB of RAM for {local_processes} "
+            f"data_placement is {choice}, but the tokens need {total / 1e9:.1f} GB of RAM for {local_processes} "
             f"process{'es' * (local_processes > 1)} and {free / 1e9:.1f} GB are free; use mmap or auto."
         )
-    if asked in ("device", "ram") or (asked == "auto" and needed < free / 2):
+    if choice in ("device", "ram") or (choice == "auto" and total < free / 2):
         return Placement("ram", 0 if device.type == "cuda" else n_bytes)
     return Placement("mmap", 0)
 
@@ -149,19 +150,20 @@ def bytes_of(store: TokenStore, *splits: str) -> int:
 
 
 def processes_of_this_machine(accelerator: Accelerator) -> int:
-    """Return the local process count set by torchrun, Accelerate or MPI, or the number of all processes if none sets it."""
+    """Return the local process count set by torchrun, Accelerate or MPI, or the number of all processes."""
     return get_int_from_env(LOCAL_WORLD_SIZE, accelerator.num_processes)
 
 
-def place_tokens(store: TokenStore, split: str, where: str, device: torch.device, mask_documents: bool) -> Tokens:
-    """Load a split into its place. Raise a `UserError` for a token id outside the vocabulary. A memory map is checked per batch."""
+def place_tokens(store: TokenStore, split: str, place: str, device: torch.device, mask_documents: bool) -> Tokens:
+    """Load a split into its place. Raise a `UserError` for an id outside the vocabulary (in a memory map, per
+    batch)."""
     documents = None
     if mask_documents:
         documents = Documents(store.offsets(split), has_eos=store.metadata.eos_token_id is not None)
-    if where == "mmap":
+    if place == "mmap":
         file = MemoryMap(store.folder / f"{split}.bin", store.metadata.dtype, store.metadata.vocab_size)
         return Tokens(file.tensor(), device, documents, file)
     store.check_ids(split)
     tokens = store.in_memory(split)
     values = torch.from_numpy(tokens.view(f"<i{tokens.itemsize}"))
-    return Tokens(values.to(device) if where == "device" else values, device, documents)
+    return Tokens(values.to(device) if place == "device" else values, device, documents)

@@ -1,7 +1,7 @@
 """Tokens of a split during training, and the batches gathered from them.
 
-The code is the same for tokens on the device, in RAM, or in a memory-mapped file. Nothing here loops over the rows of a batch,
-except for the system calls that read ahead in a cold file.
+The code is the same for tokens on the device, in RAM, or in a memory-mapped file. Nothing here loops over the rows of a
+batch, except for the system calls that read ahead in a cold file.
 """
 
 import mmap
@@ -31,25 +31,27 @@ class Batch(NamedTuple):
 @dataclass(frozen=True)
 class Documents:
     """Document boundaries, for attention within documents.
-    The end-of-text token of a document is the first token of the next segment, as in generation, where a prompt starts with it.
-    So a document's first token is predicted from end-of-text alone, and end-of-text from the document that it ends. Without
-    end-of-text tokens, a segment starts with the document's first token. This token is then predicted from the previous document:
-    the loss is divided by a fixed number of targets, so no target is left out."""
+    The end-of-text token of a document is the first token of the next segment, as in generation, where a prompt starts
+    with it. So a document's first token is predicted from end-of-text alone, and end-of-text from the document that it
+    ends. Without end-of-text tokens, a segment starts with the document's first token. This token is then predicted
+    from the previous document: the loss is divided by a fixed number of targets, so no target is left out."""
 
     offsets: np.ndarray  # (documents + 1,) int64: the start of each document, and the end of the last
     has_eos: bool
 
     def positions(self, starts: np.ndarray, context: int) -> np.ndarray:
-        """Return each token's distance from the start of its segment, or of the row if that is later, (B, context) int64."""
+        """Return each token's distance from the start of its segment, or of its row if later, (B, context) int64."""
         row_starts = starts + self.has_eos  # in the unit of `offsets`: a segment starts one token before its document
         first = np.searchsorted(self.offsets, row_starts, side="right") - 1  # (B,): the segment that a row starts in
         beyond = np.searchsorted(self.offsets, row_starts + context, side="left")
         counts = beyond - first  # (B,): segments of each row
         rows = np.repeat(np.arange(len(starts)), counts)  # (segments of all rows,)
         segments = np.arange(len(rows)) + np.repeat(beyond - counts.cumsum(), counts)
-        begins = rows * context + np.maximum(self.offsets[segments] - row_starts[rows], 0)  # in the flattened batch
+        first_places = rows * context + np.maximum(
+            self.offsets[segments] - row_starts[rows], 0
+        )  # in the flattened batch
         size = len(starts) * context
-        flat = np.arange(size) - np.repeat(begins, np.diff(begins, append=size))
+        flat = np.arange(size) - np.repeat(first_places, np.diff(first_places, append=size))
         return flat.reshape(len(starts), context)
 
 
@@ -65,7 +67,7 @@ class MemoryMap:
 
     def tensor(self) -> torch.Tensor:
         with warnings.catch_warnings():
-            # The warning says that the map is read-only. A writable map of a file larger than memory is refused by Linux.
+            # The warning says that the map is read-only. Linux refuses a writable map of a file larger than memory.
             warnings.simplefilter("ignore", UserWarning)
             return torch.frombuffer(self._map, dtype=SIGNED[self.dtype])
 
@@ -87,8 +89,8 @@ class MemoryMap:
         size = self._map.size()  # size of the file
         if size < len(self._map):
             raise UserError(
-                f"{self.path} has {size:,} bytes now instead of {len(self._map):,}: it was changed while it was being read. "
-                f"Restore it and run the same command to resume."
+                f"{self.path} has {size:,} bytes now instead of {len(self._map):,}: it was changed while it was being "
+                "read. Restore it and run the same command to resume."
             )
 
     def check_ids(self, rows: torch.Tensor) -> None:
@@ -115,7 +117,7 @@ class Tokens:
         return len(self.values)
 
     def batch(self, starts: np.ndarray, context: int) -> Batch:
-        """Return the windows that begin at `starts`, (B,) int64, with the next tokens as targets. Do not wait for the device."""
+        """Return the windows that begin at `starts`, (B,) int64, with the next tokens as targets, without waiting."""
         if self.file is not None:
             self.file.check_size()
         rows = self._gather(starts, context + 1)  # (B, T + 1)
@@ -126,9 +128,9 @@ class Tokens:
         else:  # Apple GPUs do not support all unsigned types
             rows = _sent(rows.view(UNSIGNED[rows.dtype]).long(), self.device)
         inputs, targets = rows[:, :-1].long().contiguous(), rows[:, 1:].long().contiguous()
-        targets_left = len(self) - 1 - starts
-        if targets_left.min() < context:
-            beyond = np.arange(context) >= targets_left[:, None]
+        n_targets = len(self) - 1 - starts
+        if n_targets.min() < context:
+            beyond = np.arange(context) >= n_targets[:, None]
             targets.masked_fill_(_sent(torch.from_numpy(beyond), self.device), IGNORED)
         positions = None
         if self.documents is not None:

@@ -21,7 +21,7 @@ COMPRESSORS = {
 
 @dataclass(frozen=True)
 class Level:
-    """(k + 1)-grams of a text: k context tokens, numbered in the order of the previous level's keys, and a last token."""
+    """(k + 1)-grams of a text: k context tokens, numbered as the previous level's keys, and a last token."""
 
     keys: np.ndarray  # (grams,) int64, sorted: number of the context * vocab_size + last token
     counts: np.ndarray  # (grams,): occurrences at the highest level; at lower levels, distinct preceding tokens
@@ -30,25 +30,25 @@ class Level:
 
 
 class NGram:
-    """Interpolated Kneser-Ney model (Kneser and Ney 1995; Chen and Goodman 1999, 2.7) with one discount. Unigrams are interpolated
-    with a uniform distribution over the vocabulary. Order 1 is a unigram model."""
+    """Interpolated Kneser-Ney model (Kneser and Ney 1995; Chen and Goodman 1999, 2.7) with one discount. Unigrams are
+    interpolated with a uniform distribution over the vocabulary. Order 1 is a unigram model."""
 
     def __init__(self, tokens: np.ndarray, vocab_size: int, order: int):
         """Fit the model to `tokens` (n,) in O(n log n)."""
         self.vocab_size = vocab_size
         tokens = tokens.astype(np.int64)
-        found, ranks = [], []
+        levels, ranks = [], []
         context = np.zeros(len(tokens), dtype=np.int64)  # (n,): number of the context before each token
         for k in range(order):
             keys, rank, counts = np.unique(context * vocab_size + tokens[k:], return_inverse=True, return_counts=True)
-            if found:  # a gram of the previous level counts once per distinct preceding token
+            if levels:  # a gram of the previous level counts once per distinct preceding token
                 end = np.empty(len(keys), dtype=np.int64)
                 end[rank] = ranks[-1][1:]
-                found[-1] = (found[-1][0], np.bincount(end, minlength=len(found[-1][0])))
-            found.append((keys, counts))
+                levels[-1] = (levels[-1][0], np.bincount(end, minlength=len(levels[-1][0])))
+            levels.append((keys, counts))
             ranks.append(rank)
             context = rank[:-1]
-        contexts = [1, *(len(keys) for keys, _ in found)]
+        contexts = [1, *(len(keys) for keys, _ in levels)]
         self.levels = [
             Level(
                 keys,
@@ -56,7 +56,7 @@ class NGram:
                 np.bincount(keys // vocab_size, weights=counts, minlength=n),
                 np.bincount(keys[counts > 0] // vocab_size, minlength=n),
             )
-            for (keys, counts), n in zip(found, contexts, strict=False)
+            for (keys, counts), n in zip(levels, contexts, strict=False)
         ]
 
     def probabilities(self, tokens: np.ndarray) -> np.ndarray:
@@ -65,13 +65,13 @@ class NGram:
         result = np.full(len(tokens), 1 / self.vocab_size)
         context = np.zeros(len(tokens), dtype=np.int64)  # -1 for an unseen context
         for level in self.levels:
-            wanted = context * self.vocab_size + tokens
-            place = np.minimum(np.searchsorted(level.keys, wanted), len(level.keys) - 1)
-            is_seen = (level.keys[place] == wanted) & (context >= 0)
+            grams = context * self.vocab_size + tokens
+            place = np.minimum(np.searchsorted(level.keys, grams), len(level.keys) - 1)
+            is_seen = (level.keys[place] == grams) & (context >= 0)
             totals = np.where(context >= 0, level.totals[context], 0)
-            discounted = np.where(is_seen, np.maximum(level.counts[place] - DISCOUNT, 0), 0)
-            left = DISCOUNT * level.kinds[context] * result
-            result = np.where(totals > 0, (discounted + left) / np.maximum(totals, 1), result)
+            mass = np.where(is_seen, np.maximum(level.counts[place] - DISCOUNT, 0), 0)
+            lower_mass = DISCOUNT * level.kinds[context] * result
+            result = np.where(totals > 0, (mass + lower_mass) / np.maximum(totals, 1), result)
             context = np.concatenate([[-1], np.where(is_seen, place, -1)[:-1]])
         return result
 

@@ -1,8 +1,8 @@
 """Memorization test: verbatim training text in the output of a model.
 
-Texts are sampled from the unmodified distribution of the model (temperature 1, whole vocabulary). Every span of 50 tokens in
-them is searched in the training split, as in Lee et al. (2022). Spans of held-out text are searched too, as a baseline: some text
-that is not memorized also repeats, for example licenses.
+Texts are sampled from the unmodified distribution of the model (temperature 1, whole vocabulary). Every span of 50
+tokens in them is searched in the training split, as in Lee et al. (2022). Spans of held-out text are searched too, as a
+baseline: some text that is not memorized also repeats, for example licenses.
 """
 
 from typing import Any
@@ -28,19 +28,19 @@ FILTER_BITS = 20
 def memorization(
     model: PreTrainedModel, store: TokenStore, texts: int, span: int, seed: int, accelerator: Accelerator
 ) -> dict[str, Any]:
-    """Return the share of spans that occur in the training split, as JSON data. Only one process calls this. Raise a `UserError`
-    if all texts of the model, or all documents of the validation split, are shorter than a span."""
+    """Return the share of spans that occur in the training split, as JSON data. Only one process calls this. Raise a
+    `UserError` if all texts of the model, or all documents of the validation split, are shorter than a span."""
     eos, val = store.metadata.eos_token_id, store.memory_map("val")
     starts = np.random.default_rng(seed).integers(0, max(1, len(val) - LENGTH), texts)
     held_out = [np.asarray(val[start : start + LENGTH], dtype=np.int64) for start in starts]
     opening = [row[:1] for row in held_out] if eos is None else [np.array([eos])] * texts
-    written = generate_texts(model, np.stack(opening), eos, seed, accelerator)
-    of_texts = [spans(text, eos, span) for text in (*written, *held_out)]
-    counts = np.array([len(found) for found in of_texts]).reshape(2, texts)
+    texts_of_model = generate_texts(model, np.stack(opening), eos, seed, accelerator)
+    of_texts = [spans(text, eos, span) for text in (*texts_of_model, *held_out)]
+    counts = np.array([len(rows) for rows in of_texts]).reshape(2, texts)
     sources = ("the texts that the model wrote", "the validation split")
-    for what, number in zip(sources, counts.sum(axis=1), strict=True):
+    for source, number in zip(sources, counts.sum(axis=1), strict=True):
         if not number:
-            raise UserError(f"No document in {what} has at least {span} tokens; use a smaller --memorization_span.")
+            raise UserError(f"No document in {source} has at least {span} tokens; use a smaller --memorization_span.")
     looked_up = np.concatenate(of_texts)
     places = find_spans(store.memory_map("train"), looked_up, accelerator)
     hits = [part.sum() for part in np.split(places >= 0, counts.cumsum()[:-1])]
@@ -85,25 +85,25 @@ def spans(tokens: np.ndarray, eos: int | None, span: int) -> np.ndarray:
     return windows[(windows != eos).all(axis=1)]  # if eos is None, all tokens differ from it
 
 
-def find_spans(tokens: np.ndarray, wanted: np.ndarray, accelerator: Accelerator) -> np.ndarray:
-    """Return the first position in `tokens` of each span in `wanted` (n, span), as (n,) int64, or -1 if a span does not occur.
-    One pass over `tokens`, in bounded memory: rolling hashes (Karp and Rabin 1987) are matched with a bit filter, then with a
-    sorted table. Of the remaining spans, the first of each hash and block is compared by its tokens."""
-    span = wanted.shape[1]
-    hashes = np.unique(hash_spans(wanted.ravel(), span)[::span])
+def find_spans(tokens: np.ndarray, targets: np.ndarray, accelerator: Accelerator) -> np.ndarray:
+    """Return the first position in `tokens` of each span in `targets` (n, span), as (n,) int64, or -1 if a span does
+    not occur. One pass over `tokens`, in bounded memory: rolling hashes (Karp and Rabin 1987) are matched with a bit
+    filter, then with a sorted table. Of the remaining spans, the first of each hash and block is compared."""
+    span = targets.shape[1]
+    hashes = np.unique(hash_spans(targets.ravel(), span)[::span])
     passes = np.zeros(1 << FILTER_BITS, dtype=bool)
     shift = np.uint64(64 - FILTER_BITS)
     passes[hashes >> shift] = True
     places: dict[bytes, int] = {}
     for start in track(range(0, len(tokens) - span + 1, BLOCK), "searching", accelerator.is_main_process):
         block = np.asarray(tokens[start : start + BLOCK + span - 1])
-        here = hash_spans(block, span)
-        candidates = np.flatnonzero(passes[here >> shift])
-        candidates = candidates[np.isin(here[candidates], hashes)]
-        _, first = np.unique(here[candidates], return_index=True)
+        block_hashes = hash_spans(block, span)
+        candidates = np.flatnonzero(passes[block_hashes >> shift])
+        candidates = candidates[np.isin(block_hashes[candidates], hashes)]
+        _, first = np.unique(block_hashes[candidates], return_index=True)
         for at in candidates[first].tolist():
             places.setdefault(block[at : at + span].tobytes(), start + at)
-    return np.array([places.get(row.tobytes(), -1) for row in wanted.astype(tokens.dtype)], dtype=np.int64)
+    return np.array([places.get(row.tobytes(), -1) for row in targets.astype(tokens.dtype)], dtype=np.int64)
 
 
 def hash_spans(tokens: np.ndarray, span: int) -> np.ndarray:

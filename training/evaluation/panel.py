@@ -1,8 +1,9 @@
 """Comparison of models, n-grams and compressors by bits per byte of the same text.
 
-A model scores each document separately, with its own tokenizer, after its start token (bos, or eos if there is no bos; without
-either, the first token costs as much as under a uniform distribution). Windows of its context overlap by half, so all but the
-first tokens of a document are predicted from half a context or more. The token that ends a document is not text and is not scored.
+A model scores each document separately, with its own tokenizer, after its start token (bos, or eos if there is no bos;
+without either, the first token costs as much as under a uniform distribution). Windows of its context overlap by half,
+so all but the first tokens of a document are predicted from half a context or more. The token that ends a document is
+not text and is not scored.
 """
 
 import math
@@ -33,17 +34,19 @@ Encoded = list[tuple[np.ndarray, np.ndarray]]  # per document: ids of one tokeni
 class HeldOut:
     """Documents of the validation split as text."""
 
-    def __init__(self, store: TokenStore, most: int | None):
-        """`most` is the number of evenly spaced documents to use, or None for all."""
+    def __init__(self, store: TokenStore, limit: int | None):
+        """`limit` is the number of evenly spaced documents to use, or None for all."""
         tokens, offsets, rust = store.memory_map("val"), store.offsets("val"), store.load_tokenizer().backend_tokenizer
         ends = offsets[1:] - (store.metadata.eos_token_id is not None)
-        number = len(ends) if most is None else min(most, len(ends))
+        number = len(ends) if limit is None else min(limit, len(ends))
         chosen = np.linspace(0, len(ends) - 1, number).astype(np.int64)
         self.texts = [rust.decode(tokens[offsets[i] : ends[i]].tolist(), skip_special_tokens=False) for i in chosen]
         self.starts = np.concatenate([[0], np.cumsum([len(text) for text in self.texts])])  # characters, with the end
         self.edges, self.units = units(self.starts)  # boundaries of the units of the standard error; description
-        whole = "".join(self.texts)
-        self.bytes = np.array([len(whole[a:b].encode()) for a, b in pairwise(self.edges)], dtype=np.int64)  # (units,)
+        full_text = "".join(self.texts)
+        self.bytes = np.array(
+            [len(full_text[a:b].encode()) for a, b in pairwise(self.edges)], dtype=np.int64
+        )  # (units,)
 
     def encoded(self, tokenizer: PreTrainedTokenizerBase, name: str) -> Encoded:
         """Encode the text. Raise a `UserError` if the tokenizer cannot represent all of it."""
@@ -63,8 +66,8 @@ class HeldOut:
             for start, encoding in zip(self.starts[first:], batch, strict=False):
                 if unknown in encoding.ids:
                     raise UserError(problem)
-                begins = start + np.array([begin for begin, _ in encoding.offsets], dtype=np.int64)
-                places = np.searchsorted(self.edges, begins, side="right") - 1
+                positions = start + np.array([begin for begin, _ in encoding.offsets], dtype=np.int64)
+                places = np.searchsorted(self.edges, positions, side="right") - 1
                 documents.append((np.array(encoding.ids, dtype=np.int64), places))
         return documents
 
@@ -77,28 +80,28 @@ def nats_of_model(
     All processes compute them together. `first` is the start token of each document."""
     context = min(getattr(model.config, "max_position_embeddings", LONGEST_WINDOW), LONGEST_WINDOW)
     sums = np.zeros(n_units)
-    cut = []  # windows: tokens, and the units of the last tokens, which no earlier window scored
+    windows = []  # windows: tokens, and the units of the last tokens, which no earlier window scored
     for ids, unit in text:
         if first is not None:
             ids = np.concatenate([[first], ids])
         elif len(unit):
             sums[unit[0]] += math.log(model.config.vocab_size) * accelerator.is_main_process
             unit = unit[1:]
-        start = scored = 0
-        while scored < len(unit):
-            cut.append((ids[start : start + context + 1], unit[scored : start + context]))
-            scored = start + context
+        start = end = 0
+        while end < len(unit):
+            windows.append((ids[start : start + context + 1], unit[end : start + context]))
+            end = start + context
             start += max(1, context // 2)
-    cut.sort(key=lambda window: -len(window[0]))  # longest first: less padding, and peak memory in the first batch
+    windows.sort(key=lambda window: -len(window[0]))  # longest first: less padding, and peak memory in the first batch
     rows = max(1, BYTES_OF_LOGITS // (context * model.config.vocab_size * 4))
-    batches = [cut[at : at + rows] for at in range(0, len(cut), rows)]
+    batches = [windows[at : at + rows] for at in range(0, len(windows), rows)]
     batches = batches[accelerator.process_index :: accelerator.num_processes]
     for batch in track(batches, name, accelerator.is_main_process):
         pieces = [torch.from_numpy(tokens) for tokens, _ in batch]
-        padded = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True).to(model.device)  # padding: not attended
+        token_rows = torch.nn.utils.rnn.pad_sequence(pieces, batch_first=True).to(model.device)  # padding: not attended
         with accelerator.autocast():
-            logits = model(input_ids=padded[:, :-1], use_cache=False).logits
-        targets = padded[:, 1:]
+            logits = model(input_ids=token_rows[:, :-1], use_cache=False).logits
+        targets = token_rows[:, 1:]
         nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view(targets.shape)
         for row, (tokens, unit) in zip(nats.double().cpu().numpy(), batch, strict=True):
             np.add.at(sums, unit, row[len(tokens) - 1 - len(unit) : len(tokens) - 1])
@@ -106,42 +109,44 @@ def nats_of_model(
 
 
 def nats_of_ngram(ngram: NGram, eos: int | None, text: Encoded, n_units: int) -> np.ndarray:
-    """Return an n-gram model's nats for each unit, (units,) float64. Each document follows an end of text, as in the store."""
-    before = [] if eos is None else [eos]
-    stream = np.concatenate([part for ids, _ in text for part in (before, ids)]).astype(np.int64)
+    """Return an n-gram model's nats for each unit, (units,) float64. Each document follows an end of text."""
+    prefix = [] if eos is None else [eos]
+    stream = np.concatenate([part for ids, _ in text for part in (prefix, ids)]).astype(np.int64)
     nats = -np.log(ngram.probabilities(stream))
-    is_text = np.concatenate([np.arange(len(before) + len(ids)) >= len(before) for ids, _ in text])
+    is_text = np.concatenate([np.arange(len(prefix) + len(ids)) >= len(prefix) for ids, _ in text])
     return np.bincount(np.concatenate([units for _, units in text]), weights=nats[is_text], minlength=n_units)
 
 
 def compare_models(
     model: PreTrainedModel,
     name: str,
-    others: list[str],
+    names: list[str],
     store: TokenStore,
     most_documents: int | None,
     accelerator: Accelerator,
 ) -> dict[str, Any] | None:
-    """Return the rows of the comparison, best first, and the method, for JSON. Raise a `UserError` if a model cannot be loaded, or
-    its tokenizer cannot represent the text. Only the main process fits n-grams and compresses. The others return None."""
+    """Return the rows of the comparison, best first, and the method, for JSON. Raise a `UserError` if a model cannot be
+    loaded, or its tokenizer cannot represent the text. Only the main process fits n-grams and compresses."""
     text = HeldOut(store, most_documents)
     nats: dict[str, np.ndarray] = {}
-    for title in (name, *others):
-        scored, tokenizer = model, store.load_tokenizer()
+    for title in (name, *names):
+        scorer, tokenizer = model, store.load_tokenizer()
         if title != name:
-            scored, tokenizer = load_any_model(find_model(title), torch.float32)
-            scored = scored.to(accelerator.device)
+            scorer, tokenizer = load_any_model(find_model(title), torch.float32)
+            scorer = scorer.to(accelerator.device)
         first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        encoded = text.encoded(tokenizer, title)
-        nats[title] = nats_of_model(scored, first, encoded, len(text.bytes), accelerator, title)
+        encoding = text.encoded(tokenizer, title)
+        nats[title] = nats_of_model(scorer, first, encoding, len(text.bytes), accelerator, title)
         if title == name:
-            ours = encoded
-        del scored  # before the next model is loaded
+            own_encoding = encoding
+        del scorer  # before the next model is loaded
     if not accelerator.is_main_process:
         return None
-    fitted, eos = fitted_on(store), store.metadata.eos_token_id
+    train_tokens, eos = fitted_on(store), store.metadata.eos_token_id
     for title, order in track(ORDERS.items(), "n-grams", accelerator.is_main_process):
-        nats[title] = nats_of_ngram(NGram(fitted, store.metadata.vocab_size, order), eos, ours, len(text.bytes))
+        nats[title] = nats_of_ngram(
+            NGram(train_tokens, store.metadata.vocab_size, order), eos, own_encoding, len(text.bytes)
+        )
     bits_per_byte = compressed_bits("".join(text.texts).encode())
     rows = [{"name": title, "kind": "compressor", "bits_per_byte": value} for title, value in bits_per_byte.items()]
     for title, values in nats.items():
@@ -156,9 +161,10 @@ def compare_models(
     on = f"the training split's {split.tokens:,} tokens"
     if split.tokens > FITTED_TOKENS:
         on = f"{FITTED_TOKENS:,} of the training split's {split.tokens:,} tokens, evenly spaced"
-    how = (
-        f"All rows use the same {text.bytes.sum():,} bytes of {counted(len(text.texts), 'document')}. Models score each document separately, in "
-        f"windows of their context that overlap by half. ±: standard error over {text.units}, paired for differences. N-grams "
-        f"(Kneser-Ney) are fitted on {on}; compressors read all documents as one file."
+    method = (
+        f"All rows use the same {text.bytes.sum():,} bytes of {counted(len(text.texts), 'document')}. Models score "
+        "each document separately, in windows of their context that overlap by half. ±: standard error over "
+        f"{text.units}, paired for differences. N-grams (Kneser-Ney) are fitted on {on}; compressors read all "
+        "documents as one file."
     )
-    return {"rows": sorted(rows, key=lambda row: row["bits_per_byte"]), "how": how}
+    return {"rows": sorted(rows, key=lambda row: row["bits_per_byte"]), "how": method}

@@ -26,11 +26,11 @@ class SamplingArguments:
     sample_top_k: int = free(50, "Sample from this many most likely tokens; 0 for all.")
 
 
-def generation_config(temperature: float, top_k: int = 0, top_p: float = 1.0, **others) -> GenerationConfig:
+def generation_config(temperature: float, top_k: int = 0, top_p: float = 1.0, **options) -> GenerationConfig:
     """Return the configuration for the usual sampling flags. A temperature of 0 or near 0 means greedy decoding."""
     if temperature < LOWEST_TEMPERATURE:
-        return GenerationConfig(do_sample=False, **others)
-    return GenerationConfig(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, **others)
+        return GenerationConfig(do_sample=False, **options)
+    return GenerationConfig(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, **options)
 
 
 def compiled(config: GenerationConfig) -> GenerationConfig:
@@ -72,7 +72,8 @@ def continue_texts(
     config: GenerationConfig,
     write: Callable[[str], object] | None = None,
 ) -> list[str]:
-    """Return `number` continuations of `prompt`, generated in one batch. With `number` 1, `write` receives the text as it comes."""
+    """Return `number` continuations of `prompt`, generated in one batch. With one, `write` receives the text as it
+    comes."""
     config.eos_token_id = end_tokens(model) or None
     config.pad_token_id = model.config.pad_token_id
     room = model.config.max_position_embeddings - 1  # a prompt that fills the context leaves none for new tokens
@@ -106,26 +107,28 @@ def continue_tokens(
         lengths = [next((i for i, id in enumerate(ids) if id in ends), None) for ids in new]  # padding follows an end
         for row, ids, length in zip(rows, new, lengths, strict=True):
             row += ids[:length]
-        going = [i for i, length in enumerate(lengths) if length is None]
-        rows = [rows[i] for i in going]
-        tokens = output[going, -max(1, context // 2) :]
+        unfinished_rows = [i for i, length in enumerate(lengths) if length is None]
+        rows = [rows[i] for i in unfinished_rows]
+        tokens = output[unfinished_rows, -max(1, context // 2) :]
     return texts
 
 
-def with_prompts(given: SamplingArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase) -> SamplingArguments:
+def with_prompts(
+    arguments: SamplingArguments, store: TokenStore, tokenizer: PreTrainedTokenizerBase
+) -> SamplingArguments:
     """Return the arguments with the given prompts, or with the openings of the first three validation documents.
     The tokenizer must be able to encode given prompts."""
-    if given.sample_prompts:
+    if arguments.sample_prompts:
         try:
-            for prompt in given.sample_prompts:
+            for prompt in arguments.sample_prompts:
                 encode_prompt(tokenizer, prompt)
         except ModelError as error:
             raise UserError(str(error)) from error
-        return given
+        return arguments
     tokens, offsets = store.memory_map("val"), store.offsets("val")
     openings = [tokens[start : start + OPENING_TOKENS] for start in offsets[:-1][:3]]
     prompts = [tokenizer.decode(opening.tolist(), skip_special_tokens=True) for opening in openings]
-    return replace(given, sample_prompts=prompts)
+    return replace(arguments, sample_prompts=prompts)
 
 
 def sample(

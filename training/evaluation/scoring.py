@@ -38,7 +38,7 @@ class EvaluationArguments:
 
 
 def eval_metrics(loss: float, tokens: int, split: Split) -> dict[str, float]:
-    """Return `loss` (nats per token over `tokens` targets) and the metrics derived from it, by their names in metrics.jsonl."""
+    """Return `loss` (nats per token over `tokens` targets) and metrics derived from it, by name in metrics.jsonl."""
     return {
         "eval_loss": loss,
         "eval_perplexity": math.exp(min(loss, 700.0)),
@@ -58,14 +58,14 @@ def evaluate(
     stop: Callable[[float], object] = lambda share: None,
 ) -> dict[str, float] | None:
     """Score `tokens` in windows that overlap by one token, so that each token except the first is a target once.
-    `loss` is the prepared `NextTokenLoss`. All processes take part and get the same metrics. `stop` is called before each
-    batch with the fraction done; if it returns true (in all processes at once), scoring ends and returns None."""
+    `loss` is the prepared `NextTokenLoss`. All processes take part and get the same metrics. `stop` is called before
+    each batch with the fraction done; if it returns true (in all processes at once), scoring ends and returns None."""
     loss.eval()
     starts = eval_starts(len(tokens), plan.context, plan.micro_batch, accelerator, max_eval_samples)
     sums = torch.zeros(2, dtype=torch.float64, device=float64_device(accelerator.device))  # sums of nats and of targets
     failure = None
-    for done, (inputs, targets, positions) in enumerate(eval_batches(tokens, starts, plan.context)):
-        if stop(done / len(starts)):
+    for i, (inputs, targets, positions) in enumerate(eval_batches(tokens, starts, plan.context)):
+        if stop(i / len(starts)):
             loss.train()
             return None
         try:
@@ -78,8 +78,8 @@ def evaluate(
     loss.train()
     if failure is not None:
         printer(accelerator)(f"WARNING: This validation was not compiled ({failure!r:.300}).")
-    nats, scored = accelerator.reduce(sums, reduction="sum").tolist()
-    return eval_metrics(nats / scored, int(scored), split)
+    nats, n_targets = accelerator.reduce(sums, reduction="sum").tolist()
+    return eval_metrics(nats / n_targets, int(n_targets), split)
 
 
 @torch.no_grad()
@@ -88,7 +88,7 @@ def score_split(
 ) -> dict[str, Any]:
     """Score the whole validation split like `evaluate`. Return its metrics with their standard errors."""
     context = model.config.n_positions
-    edges, what = units(store.offsets("val"))
+    edges, unit_name = units(store.offsets("val"))
     nats = np.zeros(len(edges) - 1)
     starts = eval_starts(len(tokens), context, micro_batch, accelerator)
     rows = track(starts, "scoring", accelerator.is_main_process)
@@ -114,7 +114,7 @@ def score_split(
         "eval_loss_stderr": stderr,
         "eval_perplexity_stderr": metrics["eval_perplexity"] * stderr,
         "eval_bits_per_byte_stderr": metrics["eval_bits_per_byte"] * per_byte_stderr / per_byte,
-        "eval_stderr_over": what,
+        "eval_stderr_over": unit_name,
     }
 
 
@@ -130,8 +130,8 @@ def ratio(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, floa
 
 def units(starts: np.ndarray) -> tuple[np.ndarray, str]:
     """Return the boundaries of the units of the standard error, (units + 1,) int64, and a description of the units.
-    `starts`: the starts of the documents, and the end. Units are documents, because tokens within a document are correlated. If
-    there are too few documents to estimate their variance, units are blocks of equal length."""
+    `starts`: the starts of the documents, and the end. Units are documents, because tokens within a document are
+    correlated. If there are too few documents to estimate their variance, units are blocks of equal length."""
     documents, end = len(starts) - 1, int(starts[-1])
     if documents >= ENOUGH_DOCUMENTS:
         return starts, counted(documents, "document")
@@ -141,9 +141,9 @@ def units(starts: np.ndarray) -> tuple[np.ndarray, str]:
 
 def eval_batches(tokens: Tokens, starts: np.ndarray, context: int) -> Iterator[Batch]:
     """Yield the batch of windows at each row of `starts` (batches, micro_batch)."""
-    for now, row in enumerate(starts):
+    for i, row in enumerate(starts):
         if tokens.file is not None:
-            tokens.file.announce(starts[now : now + 2].flatten(), context + 1)
+            tokens.file.announce(starts[i : i + 2].flatten(), context + 1)
         yield tokens.batch(row, context)
 
 
@@ -151,19 +151,20 @@ def eval_starts(
     n_tokens: int, context: int, micro_batch: int, accelerator: Accelerator, max_samples: int | None = None
 ) -> np.ndarray:
     """Return the starts of the windows of this process, (batches, micro_batch) int64.
-    Every process gets the same number of equal batches. Padding windows start at the end of the text: their targets are ignored."""
+    Every process gets the same number of equal batches. Padding windows start at the end of the text, without
+    targets."""
     starts = _window_starts(n_tokens, context, max_samples)
     per_round = accelerator.num_processes * micro_batch
-    padded = np.pad(starts, (0, -len(starts) % per_round), constant_values=n_tokens)
-    return padded.reshape(-1, accelerator.num_processes, micro_batch)[:, accelerator.process_index]
+    all_starts = np.pad(starts, (0, -len(starts) % per_round), constant_values=n_tokens)
+    return all_starts.reshape(-1, accelerator.num_processes, micro_batch)[:, accelerator.process_index]
 
 
-def _window_starts(n_tokens: int, context: int, most: int | None) -> np.ndarray:
-    """Return the starts of all windows, or of `most` evenly spaced ones, (windows,) int64."""
+def _window_starts(n_tokens: int, context: int, limit: int | None) -> np.ndarray:
+    """Return the starts of all windows, or of `limit` evenly spaced ones, (windows,) int64."""
     starts = np.arange(0, n_tokens - 1, context, dtype=np.int64)
-    if most is None or most >= len(starts):
+    if limit is None or limit >= len(starts):
         return starts
-    return starts[np.linspace(0, len(starts) - 1, most).astype(np.int64)]
+    return starts[np.linspace(0, len(starts) - 1, limit).astype(np.int64)]
 
 
 def eval_windows(store: TokenStore, context: int, number: int, mask_documents: bool) -> dict[str, torch.Tensor]:

@@ -33,18 +33,21 @@ def translate(error: Exception, run: Run) -> Exception:
     if is_out_of_memory(error):
         return _out_of_memory(run)
     if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, Timeout):
-        own, lock = tempfile.mkdtemp(prefix="torchinductor_"), error.inner_exception.lock_file
-        return Restart(f"{lock} is still locked: compiling in {own}, in a fresh process.", {"compiler_cache": own})
+        folder_of_cache, lock = tempfile.mkdtemp(prefix="torchinductor_"), error.inner_exception.lock_file
+        return Restart(
+            f"{lock} is still locked: compiling in {folder_of_cache}, in a fresh process.",
+            {"compiler_cache": folder_of_cache},
+        )
     if isinstance(error, BackendCompilerFailed):
         return UserError(
-            f"torch.compile failed ({error.inner_exception!r:.300}); {folder.last_good()}. Delete its cache, {cache_dir()}, free "
-            f"space in {tempfile.gettempdir()} (TMPDIR) if the disk is full, and run the same command again; if that does not "
-            f"help, add --torch_compile false."
+            f"torch.compile failed ({error.inner_exception!r:.300}); {folder.last_good()}. Delete its cache, "
+            f"{cache_dir()}, free space in {tempfile.gettempdir()} (TMPDIR) if the disk is full, and run the same "
+            "command again; if that does not help, add --torch_compile false."
         )
     if isinstance(error, DamageError) or (isinstance(error, OSError) and error.errno in OF_THE_DISK):
         return UserError(
-            f"{error.filename or folder.path}: {error.strerror or error}. The run ends here; {folder.last_good()}. Fix the "
-            f"problem and run the same command to resume."
+            f"{error.filename or folder.path}: {error.strerror or error}. The run ends here; {folder.last_good()}. "
+            "Fix the problem and run the same command to resume."
         )
     return error
 
@@ -59,24 +62,26 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _out_of_memory(run: Run) -> Exception:
     plan, last_good = run.plan, run.folder.last_good()
     micro = plan.batches.micro_batch
-    what = f"Out of memory with a micro-batch of {micro} sequence{'s' * (micro > 1)} of {plan.batches.context} tokens"
+    sentence = (
+        f"Out of memory with a micro-batch of {micro} sequence{'s' * (micro > 1)} of {plan.batches.context} tokens"
+    )
     if run.setup.autotunes:
-        what += (
+        sentence += (
             ", while max-autotune uses memory for the kernels it tries (without torch_compile_mode, more sequences fit)"
         )
-    others = memory_of_others()
-    what += f". {others}" if others else ""
-    if micro == 1 and others:
-        return UserError(f"{what}; {last_good}.")
+    neighbors = memory_of_others()
+    sentence += f". {neighbors}" if neighbors else ""
+    if micro == 1 and neighbors:
+        return UserError(f"{sentence}; {last_good}.")
     if micro == 1:
         return UserError(
-            f"{what}: not even one sequence fits; {last_good}. Use --gradient_checkpointing, a smaller model or n_positions, or "
-            f"FSDP2 on several devices (docs/multi_gpu.md)."
+            f"{sentence}: not even one sequence fits; {last_good}. Use --gradient_checkpointing, a smaller model or "
+            "n_positions, or FSDP2 on several devices (docs/multi_gpu.md)."
         )
     if not plan.batches.is_auto:
         return UserError(
-            f"{what}; {last_good}. Resume with --per_device_train_batch_size {micro // 2}, or auto, which finds a size that "
-            f"fits; tokens_per_step and the order of the data stay the same."
+            f"{sentence}; {last_good}. Resume with --per_device_train_batch_size {micro // 2}, or auto, which finds a "
+            "size that fits; tokens_per_step and the order of the data stay the same."
         )
-    reason = f"{what}: resuming from the last checkpoint with at most {micro // 2}, in a fresh process."
+    reason = f"{sentence}: resuming from the last checkpoint with at most {micro // 2}, in a fresh process."
     return Restart(reason, {"micro_batch": micro // 2})

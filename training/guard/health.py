@@ -1,7 +1,7 @@
 """Health of a run: loss and gradient norm of every step, checked when a line is logged or a checkpoint is saved.
 
-Between two checks the values stay on the device, so the host does not wait for it. A step with a non-finite loss or gradient
-does not change the model (see step.py), so it can be counted later.
+Between two checks the values stay on the device, so the host does not wait for it. A step with a non-finite loss or
+gradient does not change the model (see step.py), so it can be counted later.
 """
 
 import math
@@ -46,8 +46,8 @@ class Spike:
 
     def __str__(self) -> str:
         return (
-            f"The loss rose to {self.loss:.3f} at step {self.step:,}, {self.z_score:.1f} standard deviations above its mean of "
-            f"{self.mean:.3f}"
+            f"The loss rose to {self.loss:.3f} at step {self.step:,}, {self.z_score:.1f} standard deviations above "
+            f"its mean of {self.mean:.3f}"
         )
 
 
@@ -80,8 +80,8 @@ class Health:
         spike, first = None, step - len(numbers) // 2 + 1
         for number, (loss, norm) in enumerate(zip(numbers[::2], numbers[1::2], strict=True), start=first):
             is_finite = math.isfinite(loss) and math.isfinite(norm)
-            if is_finite and (found := self._spike(number, loss)) is not None:
-                spike = found if spike is None else replace(spike, last=number, loss=max(loss, spike.loss))
+            if is_finite and (candidate := self._spike(number, loss)) is not None:
+                spike = candidate if spike is None else replace(spike, last=number, loss=max(loss, spike.loss))
             if is_finite:
                 self.finite_steps, self.largest_norm = self.finite_steps + 1, max(self.largest_norm, norm)
             self.losses.append(loss if is_finite else None)
@@ -91,9 +91,9 @@ class Health:
         self.losses = self.losses[-max(WINDOW, self.unlogged) :]
         in_a_row = len(list(takewhile(lambda loss: loss is None, reversed(self.losses))))
         if in_a_row >= self.arguments.max_nonfinite_steps:
-            weights_after = self.lost_since - 1 if self.lost_since is not None else None
+            last_step = self.lost_since - 1 if self.lost_since is not None else None
             problem = f"Loss or gradient was not finite in {in_a_row} consecutive steps, up to step {step:,}"
-            raise DivergenceError(problem, weights_after)
+            raise DivergenceError(problem, last_step)
         return spike
 
     def _spike(self, step: int, loss: float) -> Spike | None:
@@ -108,15 +108,15 @@ class Health:
 
     @property
     def is_lost(self) -> bool:
-        """True if the last step's loss was not finite. The weights, unchanged by that step, are then not worth saving."""
+        """True if the last step's loss was not finite. The weights are then not worth saving."""
         return self.lost_since is not None
 
     def take_reading(self) -> dict[str, float]:
-        """Return metrics of the steps since the last log line, by name: mean loss of finite steps, gradient norm, skipped steps."""
+        """Return metrics since the last log line, by name: mean loss of finite steps, gradient norm, skipped steps."""
         recent = self.losses[len(self.losses) - self.unlogged :]
-        counted = [loss for loss in recent if loss is not None]
+        finite = [loss for loss in recent if loss is not None]
         self.unlogged = 0
-        found = {"loss": statistics.fmean(counted)} if counted else {}
+        reading = {"loss": statistics.fmean(finite)} if finite else {}
         if math.isfinite(self.grad_norm):
-            found["grad_norm"] = self.grad_norm
-        return found | ({"skipped_steps": len(recent) - len(counted)} if len(counted) < len(recent) else {})
+            reading["grad_norm"] = self.grad_norm
+        return reading | ({"skipped_steps": len(recent) - len(finite)} if len(finite) < len(recent) else {})

@@ -1,7 +1,8 @@
 """Checks that the model learns, in the first steps of a process.
 
-A compiler, a driver or a changed line of code can break training without an error: the loss is computed, but the weights do
-not change, or change differently in each process. Every check uses values that the host reads anyway, or runs once.
+A compiler, a driver or a changed line of code can break training without an error: the loss is computed, but the
+weights do not change, or change differently in each process. Every check uses values that the host reads anyway, or
+runs once.
 """
 
 import math
@@ -24,7 +25,8 @@ STEPS = (
 )
 LONG = 2 * WINDOW  # steps after which the loss must differ from the first one
 SAME = 2e-3  # relative difference of losses that counts as none
-FAR = 0.5  # allowed nats between the first loss and that of equal probabilities, without the effect of the initial weights
+# allowed nats between the first loss and that of equal probabilities, without the effect of the initial weights
+FAR = 0.5
 AVERAGES = ("/exp_avg", "/momentum_buffer")  # moments that average the gradients
 DISAGREE = 0.1  # distance between the weights of two processes, as a fraction of the distance that training moved them
 
@@ -47,8 +49,8 @@ class LearningCheck:
         self.checks_loss = is_new
 
     def check(self, step: int, health: Health) -> Iterator[str]:
-        """Yield a warning about the first loss, if any, after `step` steps, whose losses `health` has read. Raise a `UserError` if the
-        model does not learn."""
+        """Yield a warning about the first loss, if any, after `step` steps, whose losses `health` has read. Raise a
+        `UserError` if the model does not learn."""
         losses = [loss for loss in health.losses if loss is not None]
         if health.finite_steps and health.largest_norm == 0 and losses[-1] > 0:  # a loss of 0 leaves nothing to learn
             raise _broken("All gradients are exactly zero")
@@ -61,47 +63,50 @@ class LearningCheck:
     def _check_loss(self, step: int, losses: list[float]) -> Iterator[str]:
         config = self.model.config
         if self.first_loss is None:
-            self.first_loss, expected = losses[0], math.log(config.vocab_size)
+            self.first_loss, usual = losses[0], math.log(config.vocab_size)
             # Logits of variance n_embd * initializer_range^2 add half of it to the loss. Twice as much is allowed.
-            if abs(self.first_loss - expected) > FAR + config.n_embd * config.initializer_range**2:
+            if abs(self.first_loss - usual) > FAR + config.n_embd * config.initializer_range**2:
                 yield (
-                    f"The first loss is {self.first_loss:.2f}, but a new model with {config.vocab_size:,} tokens starts near "
-                    f"{expected:.2f}, their logarithm. Check what you changed in the model, or compare with --torch_compile false."
+                    f"The first loss is {self.first_loss:.2f}, but a new model with {config.vocab_size:,} tokens "
+                    f"starts near {usual:.2f}, their logarithm. Check what you changed in the model, or compare with "
+                    "--torch_compile false."
                 )
         if step >= LONG and self.plan.after(step).tokens >= self.model.num_parameters():
             self.checks_loss, recent = False, statistics.fmean(losses[-WINDOW // 2 :])
             if abs(recent - self.first_loss) < SAME * self.first_loss:
                 raise _broken(f"The loss is {recent:.4f} after {step:,} steps, the same as at the first one")
 
-    def _check_weights(self, before: torch.Tensor) -> None:
-        """Raise a `UserError` if no weight changed since `before`, if a parameter has no gradient, or if processes have different
-        weights."""
-        now, moments = self._columns(), dict(named_moments(self.model, self.optimizer))
+    def _check_weights(self, old: torch.Tensor) -> None:
+        """Raise a `UserError` if no weight changed since `old`, if a parameter has no gradient, or if processes have
+        different weights."""
+        new, moments = self._columns(), dict(named_moments(self.model, self.optimizer))
         names = [name for name in moment_shapes(self.model, self.optimizer) if name.endswith(AVERAGES)]
         averages = (local(moments.get(name, torch.zeros(1))) for name in names)  # none: the optimizer got no gradient
-        signs = torch.stack([(now != before).any(), *(average.any().to(now.device) for average in averages)])
+        signs = torch.stack([(new != old).any(), *(average.any().to(new.device) for average in averages)])
         # Summed over processes, because one may have no rows of a sharded matrix.
         has_changed, *has_gradient = self.accelerator.reduce(signs.float()).tolist()
         if not has_changed:
             raise _broken("No weight has changed")
-        if missing := [name.split("/")[0] for name, count in zip(names, has_gradient, strict=True) if not count]:
-            raise _broken(
-                f"{len(missing)} of {len(names)} parameters have no gradient or only zeros ({missing[0]} ...)"
-            )
+        if dead := [name.split("/")[0] for name, count in zip(names, has_gradient, strict=True) if not count]:
+            raise _broken(f"{len(dead)} of {len(names)} parameters have no gradient or only zeros ({dead[0]} ...)")
         if self.accelerator.num_processes > 1 and not isinstance(self.model.lm_head.weight, DTensor):
-            weights = self.accelerator.gather(torch.stack([before, now])[None])  # (processes, 2, n)
-            distance, moved = (weights[:, 1] - weights[0, 1]).norm(dim=1).max(), (weights[0, 1] - weights[0, 0]).norm()
-            if distance > DISAGREE * moved:
+            weights = self.accelerator.gather(torch.stack([old, new])[None])  # (processes, 2, n)
+            distance, movement = (
+                (weights[:, 1] - weights[0, 1]).norm(dim=1).max(),
+                (weights[0, 1] - weights[0, 0]).norm(),
+            )
+            if distance > DISAGREE * movement:
                 raise _broken("The processes have different weights")
 
     def _columns(self) -> torch.Tensor:
-        """Return a copy of the first column of every matrix, (n,): every row, so every token of an embedding, has a value in it."""
+        """Return a copy of the first column of every matrix, (n,): one value per row, so per token of an embedding."""
         matrices = (local(weight.detach()) for weight in self.model.parameters() if weight.dim() >= 2)  # tied ones once
         return torch.cat([matrix[:, 0] for matrix in matrices]).to(self.accelerator.device)
 
 
 def _broken(problem: str) -> UserError:
     return UserError(
-        f"{problem}: the model does not learn. Unless learning_rate is close to 0 or you changed the model, this is an error of "
-        f"PyTorch {torch.__version__}, its compiler or the driver: try --torch_compile false, or another version."
+        f"{problem}: the model does not learn. Unless learning_rate is close to 0 or you changed the model, this is "
+        f"an error of PyTorch {torch.__version__}, its compiler or the driver: try --torch_compile false, or another "
+        "version."
     )

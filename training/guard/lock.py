@@ -1,7 +1,7 @@
 """Lock of a run folder: only one process trains in it, and a second process reports the holder of the lock.
 
-The lock belongs to the process: the system releases it when the process ends in any way, so a leftover file locks nothing.
-The note of the holder is used only in the error message.
+The lock belongs to the process: the system releases it when the process ends in any way, so a leftover file locks
+nothing. The note of the holder is used only in the error message.
 """
 
 import errno
@@ -30,11 +30,11 @@ class RunLock:
         """`patience` is the number of seconds to wait for the holder to end."""
         self.folder, self.say, self.patience = Path(folder), say, patience
         place = self.folder.resolve()
-        # Next to the folder, which may be deleted; inside it if it is a separate disk, which may be all that containers share.
+        # Next to the folder, which may be deleted; inside it if it is a disk, which may be all that containers share.
         is_own_disk = place.is_dir() and (os.path.ismount(place) or not os.access(place.parent, os.W_OK))
         self.path = (place if is_own_disk else place.parent) / f".{place.name}.lock"
         self.note = self.path.with_name(f"{self.path.name}.txt")
-        # Without filelock's fallback to a lock that is a file: a file that a killed process leaves would lock the folder.
+        # Without filelock's fallback to a lock that is a file: a killed process would leave it.
         self.lock = FileLock(self.path, thread_local=False, fallback_to_soft=False)
 
     def acquire(self) -> None:
@@ -73,7 +73,7 @@ class RunLock:
 
     def _holder(self) -> str:
         with suppress(OSError, ValueError):
-            written = self.note.read_text(encoding="utf-8") if self.note.is_file() else ""
-            if noted := re.fullmatch(r"(process \d+ on \S+ since [\d :-]+)\n", written):
-                return noted[1]
+            note = self.note.read_text(encoding="utf-8") if self.note.is_file() else ""
+            if match := re.fullmatch(r"(process \d+ on \S+ since [\d :-]+)\n", note):
+                return match[1]
         return "another process"

@@ -51,7 +51,7 @@ def job(
 
 
 class RunGuard:
-    """Guard of the training loop, used by every process. It leaves a folder with the final status and complete checkpoints."""
+    """Guard of the training loop, used by every process. It leaves a folder with final status and checkpoints."""
 
     def __init__(self, run: Run, health: HealthArguments, stopping: StoppingArguments, watchdog: Watchdog):
         self.run, self.watchdog = run, watchdog
@@ -68,8 +68,8 @@ class RunGuard:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """Raise a `UserError` for a failure that the user can fix, or a `Restart` if the run resumes in a fresh process. With several
-        processes, a restart replaces all of them and does not return."""
+        """Raise a `UserError` for a failure that the user can fix, or a `Restart` if the run resumes in a fresh
+        process. With several processes, a restart replaces all of them and does not return."""
         try:
             if error is None:
                 self._end("finished" if self.reason is None else "stopped", self.reason or "")
@@ -83,7 +83,7 @@ class RunGuard:
         return 0 if self.reason is None else EXIT_CODES[self.reason]
 
     def steps(self, saver: Saver) -> Iterator[int]:
-        """Yield the remaining steps, counted from 0. End early if all processes agree to stop. Save a checkpoint at the end."""
+        """Yield the remaining steps, counted from 0, until the end or until all processes agree to stop. Then save."""
         start = self.run.start
         is_new = start.checkpoint is None and start.pretrained is None
         self.learning = LearningCheck(saver.model, saver.optimizer, self.run.accelerator, self.run.plan, is_new)
@@ -102,8 +102,8 @@ class RunGuard:
         saver.verification.check()  # for the store's files on other machines
 
     def read_losses(self, step: int, saver: Saver) -> None:
-        """Read the losses of the steps until `step`, and wait for the device. Raise a `UserError` if the model does not learn, a
-        `DivergenceError` if too many losses were not finite, or a `Restart` if there was a spike and the run rolls back."""
+        """Read the losses of the steps until `step`, and wait for the device. Raise a `UserError` if the model does not
+        learn, a `DivergenceError` if too many losses were not finite, or a `Restart` if the run rolls back."""
         run, spike = self.run, self.health.read(step)
         say = printer(run.accelerator)
         for warning in self.learning.check(step, self.health):
@@ -122,8 +122,8 @@ class RunGuard:
             say("Continuing: rolling back did not help, or no earlier checkpoint is left. Try a lower learning rate.")
 
     def save(self, step: int, saver: Saver) -> None:
-        """Start saving the state after `step` steps. All their losses must have been read. Weights with a non-finite loss are not
-        saved. At the end of the run, they raise a `DivergenceError`."""
+        """Start saving the state after `step` steps. All their losses must have been read. Weights with a non-finite
+        loss are not saved. At the end of the run, they raise a `DivergenceError`."""
         if self.health.is_lost and step == self.run.plan.max_steps:
             raise DivergenceError(f"The loss is not finite at the last step, {step:,}")
         if not self.health.is_lost:  # if the weights recover, the next checkpoint has them
@@ -167,40 +167,40 @@ class RunGuard:
 
 
 def go_back(spike: Spike, run: Run) -> None:
-    """Raise a `Restart` from the checkpoint before a spike, with the batches to skip. Return if this did not help before, or if
-    there are checkpoints, but none from before the spike. Called by every process, while nothing is being saved.
-    PaLM (Chowdhery et al. 2022, section 5.1) did this by hand. The batches were not bad by themselves, only in combination with
-    the weights at that time."""
+    """Raise a `Restart` from the checkpoint before a spike, with the batches to skip. Return if this did not help
+    before, or if there are checkpoints, but none from before the spike. Called by every process, while nothing is being
+    saved. PaLM (Chowdhery et al. 2022, section 5.1) did this by hand. The batches were not bad by themselves, only in
+    combination with the weights at that time."""
     plan, complete = run.plan, checkpoints.complete_checkpoints(run.folder.checkpoints)
     # The newest checkpoint whose weights were not trained on any batch that will be skipped.
     good = max((path for path in complete if checkpoints.step_of(path) <= spike.step - 2), default=None)
     sample = checkpoints.load_state(good).position.sample if good is not None else 0
-    tried = sum(first >= sample for first, _ in plan.position.passed_over)
+    n_rollbacks = sum(first >= sample for first, _ in plan.position.passed_over)
     run.accelerator.wait_for_everyone()  # until all processes have read the checkpoints
-    if tried >= MOST_IN_A_ROW or (good is None and complete):
+    if n_rollbacks >= MOST_IN_A_ROW or (good is None and complete):
         return
     if good is not None:  # later checkpoints saw the skipped batches; a backup's drive may be slow
         on_main(run.accelerator, lambda: remove_checkpoints_from(checkpoints.step_of(good) + 1, run))
-    # From the step before the spike, whose update caused it, to the last step of the spike. Steps count from 1 in a spike, from
-    # 0 in the data.
+    # From the step before the spike, whose update caused it, to the last step of the spike. Steps count from 1 in a
+    # spike, from 0 in the data.
     first = plan.after(max(plan.position.step, spike.step - 2)).sample
     end = plan.after(spike.last - 1).sample + plan.batches.sequences
-    where = good.name if good is not None else "the beginning"
+    place = good.name if good is not None else "the beginning"
     raise Restart(
-        f"{spike}: rolling back to {where} and skipping samples {first:,} to {end - 1:,}.",
+        f"{spike}: rolling back to {place} and skipping samples {first:,} to {end - 1:,}.",
         {"passed_over": [*plan.position.passed_over, (first, end)]},
     )
 
 
 def remove_checkpoints_from(step: int, run: Run) -> None:
-    """Remove the checkpoints at `step` and later, also from the backup, but keep at least the first one. The weights of the last
-    remaining checkpoint become the model of the run."""
+    """Remove the checkpoints at `step` and later, also from the backup, but keep at least the first one. The weights of
+    the last remaining checkpoint become the model of the run."""
     complete = checkpoints.complete_checkpoints(run.folder.checkpoints)
-    kept = [checkpoint for checkpoint in complete if checkpoints.step_of(checkpoint) < step] or complete[:1]
-    if kept == complete:
+    remainder = [checkpoint for checkpoint in complete if checkpoints.step_of(checkpoint) < step] or complete[:1]
+    if remainder == complete:
         return
-    checkpoints.copy(kept[-1], run.folder.model, model_only=True)
-    for checkpoint in complete[len(kept) :]:
+    checkpoints.copy(remainder[-1], run.folder.model, model_only=True)
+    for checkpoint in complete[len(remainder) :]:
         discard(checkpoint, checkpoints.FILES)
     if run.backup is not None:
         run.backup.update()

@@ -23,8 +23,8 @@ from training.runtime.distributed import waits_for_main
 from training.runtime.launcher import PARENT, die_with_launcher, is_launched
 from training.runtime.restart import show_cursor
 
-# Exit code after stopping and saving, as a shell would report the signal. If processes have different reasons, the later one in
-# this order wins.
+# Exit code after stopping and saving, as a shell would report the signal. If processes have different reasons, the
+# later one in this order wins.
 LAUNCHER_DIED = "the launcher died"
 NOT_SAVED = "a checkpoint could not be written"
 EXIT_CODES = {"max_hours": 0, "SIGHUP": 129, LAUNCHER_DIED: 143, "SIGINT": 130, "SIGTERM": 143, NOT_SAVED: 1}
@@ -48,14 +48,14 @@ class StoppingArguments:
 
 class Stopper:
     """Context that turns signals into stop requests. The training loop checks for a request at each step boundary.
-    A thread receives the signals. They therefore work even if the main thread hangs in a collective or waits for the device, where
-    Python runs no handlers."""
+    A thread receives the signals. They therefore work even if the main thread hangs in a collective or waits for the
+    device, where Python runs no handlers."""
 
     def __init__(self, arguments: StoppingArguments, processes: int = 1, grace: float = GRACE):
-        """`grace` is the time to exit in seconds. A process that writes a checkpoint, or waits for another to write one, gets more."""
+        """`grace` is the time to exit in seconds. While a checkpoint is written, there is more."""
         self.arguments, self.processes, self.grace = arguments, processes, grace
         self.requested: str | None = None  # request in this process, which the others may not know yet
-        # Records the end of a process that has nothing to save, because it has not completed a step: a signal then ends it at once.
+        # Records the end of a process that has completed no step and has nothing to save: a signal ends it at once.
         self.end_without_saving: Callable[[str], None] | None = None
         self._decided: str | None = None  # decision of all processes
         self._pending: tuple[distributed.Work, torch.Tensor] | None = None
@@ -67,7 +67,7 @@ class Stopper:
 
     def __enter__(self) -> "Stopper":
         if self.processes > 1:
-            # A separate group on the CPU: a check must neither wait for the device nor mix with the gradients' collectives.
+            # A separate group on the CPU: a check must not wait for the device or mix with gradients' collectives.
             timeout = timedelta(seconds=self.arguments.ddp_timeout)
             self._group = distributed.new_group(backend="gloo", timeout=timeout)
         if self.arguments.max_hours is not None:
@@ -104,8 +104,8 @@ class Stopper:
 
     def agreed(self, now: bool = False) -> str | None:
         """Return the reason to stop, or None. All processes call this at each step boundary and get the same result.
-        With several processes, the result is from the previous boundary, because the answers travel during the step. `now` waits
-        for the current answers, for use at the end of a phase such as a validation."""
+        With several processes, the result is from the previous boundary, because the answers travel during the step.
+        `now` waits for the current answers, for use at the end of a phase such as a validation."""
         self._longest_step = max(self._longest_step, time.monotonic() - self._boundary)
         self._boundary = time.monotonic()
         if self._group is None:
@@ -145,8 +145,8 @@ class Stopper:
             return
         self._said = True
         if os.environ.get("RANK", "0") == "0":
-            more = " Press Ctrl-C again to end the run immediately, without saving." if reason == "SIGINT" else ""
-            print_unbuffered(f"Stopping after this step ({reason}) and saving.{more}")
+            hint = " Press Ctrl-C again to end the run immediately, without saving." if reason == "SIGINT" else ""
+            print_unbuffered(f"Stopping after this step ({reason}) and saving.{hint}")
 
     # Methods that run in the thread.
 
@@ -159,11 +159,11 @@ class Stopper:
             if is_launched() and os.getppid() != PARENT:
                 self._allow_grace()
                 self.request(LAUNCHER_DIED)
-            now = time.monotonic()
-            if now > self._hours_end:
+            seconds = time.monotonic()
+            if seconds > self._hours_end:
                 self.request("max_hours")
             saving = wait_for_writing(0) or waits_for_main()  # another process may be saving
-            if now > self._leave_at and not (saving and now < self._leave_at + SAVING) and not self._over:
+            if seconds > self._leave_at and not (saving and seconds < self._leave_at + SAVING) and not self._over:
                 leave(EXIT_CODES[self.requested or LAUNCHER_DIED])
 
     def _receive(self, number: signal.Signals) -> None:

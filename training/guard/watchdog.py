@@ -1,8 +1,8 @@
 """Heartbeat watchdog that reports dead, frozen and hung processes of a job in one sentence, in bounded time.
 
-Each process has a thread that writes its heartbeat (a `Pulse`) to the store of the process group every second, and reads orders
-there. Rank 0 judges the other ranks, and they judge rank 0. The judge orders all processes to end and reports the reason; a
-process that ran out of memory orders all processes to restart.
+Each process has a thread that writes its heartbeat (a `Pulse`) to the store of the process group every second, and
+reads orders there. Rank 0 judges the other ranks, and they judge rank 0. The judge orders all processes to end and
+reports the reason; a process that ran out of memory orders all processes to restart.
 """
 
 import json
@@ -58,7 +58,7 @@ class Pulse:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     def state_now(self) -> str:
-        """Return psutil's state of the process, such as `stopped` or `dead`, or an empty string for another machine's process."""
+        """Return psutil's state of the process, such as `stopped` or `dead`, or an empty string on another machine."""
         if self.machine != _machine():
             return ""
         try:
@@ -69,33 +69,33 @@ class Pulse:
 
 
 def find_fault(judge: int, pulses: list[Pulse], trouble: float, patience: float, ddp_timeout: float) -> str | None:
-    """Return the fault of the processes that rank `judge` judges, or None. `trouble`: seconds since the first error or failure.
-    `patience`: seconds of silence after which a process counts as lost."""
+    """Return the fault of the processes that rank `judge` judges, or None. `trouble`: seconds since the first error or
+    failure. `patience`: seconds of silence after which a process counts as lost."""
     running = [pulse for pulse in pulses if not pulse.left]
-    judged = [pulse for pulse in running if (pulse.rank == 0) == (judge != 0)]
+    candidates = [pulse for pulse in running if (pulse.rank == 0) == (judge != 0)]
     errors = [pulse for pulse in running if pulse.error]
-    for pulse in judged:
+    for pulse in candidates:
         # Other processes may have failed in the same way; they get time to report their own message.
         if pulse.failure and (errors or trouble >= FAREWELL):
             return f"{pulse} failed at {pulse.phase}: {pulse.failure.rstrip('.')}"
-    judged = [pulse for pulse in judged if not pulse.failure]
+    candidates = [pulse for pulse in candidates if not pulse.failure]
     # Processes advance together, so the judge's phase is theirs too. Their last pulse is up to a second old.
     place = next((pulse.phase for pulse in pulses if pulse.rank == judge), "start")
-    if dead := [pulse for pulse in judged if pulse.state == psutil.STATUS_DEAD]:
+    if dead := [pulse for pulse in candidates if pulse.state == psutil.STATUS_DEAD]:
         return f"{_listed(dead)} {'has' if len(dead) == 1 else 'have'} died at {place}"
-    for pulse in judged:
+    for pulse in candidates:
         if pulse.silence >= patience:
-            stopped = " (its process is stopped)" if pulse.state == psutil.STATUS_STOPPED else ""
-            return f"{pulse} has been silent for {patience:g} s at {place}{stopped}"
+            note = " (its process is stopped)" if pulse.state == psutil.STATUS_STOPPED else ""
+            return f"{pulse} has been silent for {patience:g} s at {place}{note}"
     if not errors or trouble < FAREWELL:
         return None
-    if mute := [pulse for pulse in judged if pulse.silence >= MUTE]:
+    if mute := [pulse for pulse in candidates if pulse.silence >= MUTE]:
         return f"{_listed(mute)} no longer answers, last seen at {place}"
     if judge != 0:
         return None
-    if behind := [pulse for pulse in running if not pulse.error and not pulse.failure]:
-        phases = _listed([f"rank {pulse.rank} is at {pulse.phase}" for pulse in behind + errors])
-        return f"{_listed(behind)} kept the others waiting for {ddp_timeout:g} s (ddp_timeout): {phases}"
+    if laggards := [pulse for pulse in running if not pulse.error and not pulse.failure]:
+        phases = _listed([f"rank {pulse.rank} is at {pulse.phase}" for pulse in laggards + errors])
+        return f"{_listed(laggards)} kept the others waiting for {ddp_timeout:g} s (ddp_timeout): {phases}"
     return f"the processes lost their connection at {errors[0].phase}: {errors[0].error.rstrip('.')}"
 
 
@@ -130,8 +130,8 @@ class Watchdog:
         if isinstance(error, Exception):
             line = (str(error).strip() or kind.__name__).splitlines()[0]
             if is_of_the_group(error):
-                # The thread ends the process without the interpreter's shutdown, which would wait for the group's threads, which
-                # wait for a dead peer. If the thread has no store, the error gets its traceback.
+                # The thread ends the process without the interpreter's shutdown, which would wait for the group's
+                # threads, which wait for a dead peer. If the thread has no store, the error gets its traceback.
                 self._last_words = {"error": line}
                 self._thread.join(LEAVING)
             self._last_words = {"failure": f"{kind.__name__}: {line}"}
@@ -139,14 +139,14 @@ class Watchdog:
         self._thread.join(FAREWELL)
 
     def order(self, restart: Restart) -> NoReturn:
-        """Replace all processes, even those that hang in a collective, with fresh ones. A single process raises the `Restart`."""
+        """Replace all processes, even those that hang in a collective. A single process raises the `Restart`."""
         if self.processes > 1:
             self._wish = {"sentence": str(restart), "speaker": 0, "facts": restart.facts}
             self._thread.join()  # ends with the process, or when its store is gone
             self._leave(f"{restart} The processes could not agree on a restart")
         raise restart
 
-    # Methods that run in the thread. Only the thread accesses the store, because a hung store must not block the main thread.
+    # Methods that run in the thread. Only the thread accesses the store, which may hang.
 
     def _watch(self) -> None:
         with suppress(RuntimeError, OSError):  # the store is gone with its launcher: `Stopper` ends the process
@@ -172,9 +172,9 @@ class Watchdog:
         keys = [f"pulse/{rank}" for rank in (range(self.processes) if self.rank == 0 else (0, self.rank))]
         for content in self._store.multi_get([key for key in keys if self._store.check([key])]):
             pulse = Pulse(**json.loads(content))
-            before = self._table.get(pulse.rank)
+            previous = self._table.get(pulse.rank)
             # Counted in beats of this process, so that a suspended machine does not count as silent.
-            silence = before.silence + INTERVAL if before is not None and before.beat == pulse.beat else 0.0
+            silence = previous.silence + INTERVAL if previous is not None and previous.beat == pulse.beat else 0.0
             self._table[pulse.rank] = replace(pulse, silence=silence, state=states.get(pulse.rank, ""))
         pulses = [self._table[rank] for rank in sorted(self._table)]
         self._trouble += INTERVAL * any(pulse.error or pulse.failure for pulse in pulses)
@@ -185,8 +185,8 @@ class Watchdog:
             if pulse.state_now() == psutil.STATUS_STOPPED:  # after SIGCONT, it receives the order and finishes saving
                 with suppress(OSError):
                     os.kill(pulse.pid, signal.SIGCONT)
-        failed = 0 in self._table and self._table[0].failure  # if so, rank 0 has reported it itself
-        return {"sentence": fault, "speaker": 0 if failed else self.rank}
+        has_reported = 0 in self._table and self._table[0].failure  # if so, rank 0 has reported it itself
+        return {"sentence": fault, "speaker": 0 if has_reported else self.rank}
 
     def _obey(self, order: dict[str, Any]) -> NoReturn:
         """Restart or end this process."""

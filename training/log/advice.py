@@ -1,4 +1,4 @@
-"""Advice on likely problems in a plan (see forecast.py) or in the log of a run. docs/training.md describes the thresholds."""
+"""Advice on likely problems in a plan (see forecast.py) or in the log of a run. Thresholds: docs/training.md."""
 
 import math
 import statistics
@@ -45,15 +45,15 @@ class Advisor:
         for entry in read_metrics(folder.metrics):
             self._take(entry)
 
-    def look(self, entry: dict[str, Any], waited: float = 0.0) -> list[Advice]:
-        """Return new advice. `waited` is the fraction of time that the program waited for the device."""
+    def look(self, entry: dict[str, Any], waiting_share: float = 0.0) -> list[Advice]:
+        """Return new advice. `waiting_share` is the fraction of time that the program waited for the device."""
         if "eval_loss" in entry:
             self._take(entry)
-            found = self._validation_advice()
+            advices = self._validation_advice()
         else:
-            self._take(entry | {"idle": max(0.0, entry.get("data_share", 0.0) - waited)})
-            found = chain(self._speed_advice(), self._gradient_advice(), self._loss_advice(entry["learning_rate"]))
-        new = [advice for advice in found if advice.about not in self.given]
+            self._take(entry | {"idle": max(0.0, entry.get("data_share", 0.0) - waiting_share)})
+            advices = chain(self._speed_advice(), self._gradient_advice(), self._loss_advice(entry["learning_rate"]))
+        new = [advice for advice in advices if advice.about not in self.given]
         self.given |= {advice.about for advice in new}
         return new
 
@@ -66,10 +66,10 @@ class Advisor:
             self.losses.append((entry["step"], entry["loss"]))
 
     def _speed_advice(self) -> Iterator[Advice]:
-        last = [line for line in list(self.lines)[-IN_A_ROW:] if "idle" in line]  # uses only lines of this process
-        if len(last) < IN_A_ROW:
+        lines = [line for line in list(self.lines)[-IN_A_ROW:] if "idle" in line]  # uses only lines of this process
+        if len(lines) < IN_A_ROW:
             return
-        idle, mfu = [line["idle"] for line in last], [line.get("mfu", 1.0) for line in last]
+        idle, mfu = [line["idle"] for line in lines], [line.get("mfu", 1.0) for line in lines]
         if min(idle) >= IDLE:
             remedy = {
                 "mmap": "they are read from disk, so use --data_placement ram if they fit in RAM, or a faster disk",
@@ -81,17 +81,19 @@ class Advisor:
             )
         if self.usual_mfu is not None and max(mfu) <= SLOW * self.usual_mfu:
             text = (
-                f"MFU is {statistics.median(mfu):.0%}, but others reach about {self.usual_mfu:.0%} on this device; check the Device line "
-                f"for a cause (not compiled, fp32, attention: math), and use --profile to see where the time goes."
+                f"MFU is {statistics.median(mfu):.0%}, but others reach about {self.usual_mfu:.0%} on this device; "
+                "check the Device line for a cause (not compiled, fp32, attention: math), and use --profile to see "
+                "where the time goes."
             )
             yield Advice("mfu", text)
         size, number, available = self.plan.batches.micro_batch, self.plan.batches.accumulation, self.plan.available
-        peak = last[-1]["peak_memory_gb"] * 1e9
+        peak = lines[-1]["peak_memory_gb"] * 1e9
         fits = [k for k in range(2, number + 1) if number % k == 0 and k * peak < ROOM * available]
         if self.on_gpu and fits:
             text = (
-                f"A micro-batch of {size:,} sequences uses {peak / 1e9:.1f} of {available / 1e9:.1f} GB, and each step runs {number:,} "
-                f"of them; --per_device_train_batch_size {fits[-1] * size} uses the device better without changing the steps."
+                f"A micro-batch of {size:,} sequences uses {peak / 1e9:.1f} of {available / 1e9:.1f} GB, and each "
+                f"step runs {number:,} of them; --per_device_train_batch_size {fits[-1] * size} uses the device "
+                "better without changing the steps."
             )
             yield Advice("micro_batch", text)
 
@@ -99,12 +101,12 @@ class Advisor:
         norms = [line["grad_norm"] for line in self.lines if "grad_norm" in line]
         if len(norms) < LONG:
             return
-        *before, last, this = norms
-        usual = statistics.median(before)
-        if min(last, this) > EXPLODES * usual:  # false if all are 0, because there is nothing to learn
+        *earlier, previous, norm = norms
+        usual = statistics.median(earlier)
+        if min(previous, norm) > EXPLODES * usual:  # false if all are 0, because there is nothing to learn
             text = (
-                f"The gradient norm is {this:.2f}, {this / usual:.0f} times its median; if it stays high, lower learning_rate or raise "
-                f"warmup_steps, and resume from an earlier checkpoint."
+                f"The gradient norm is {norm:.2f}, {norm / usual:.0f} times its median; if it stays high, lower "
+                "learning_rate or raise warmup_steps, and resume from an earlier checkpoint."
             )
             yield Advice("gradient", text)
 
@@ -112,31 +114,34 @@ class Advisor:
         recent = self.losses[-max(LONG, len(self.losses) // 5) :]
         if len(recent) < LONG or len(self.losses) % OFTEN or recent[-1][0] > 0.9 * self.plan.max_steps:
             return
-        before, after = np.array_split(np.array([loss for _, loss in recent]), 2)
-        fall = before.mean() - after.mean()
-        error = math.sqrt(before.var(ddof=1) / len(before) + after.var(ddof=1) / len(after))
-        steps, means = recent[-1][0] - recent[0][0], f"{before.mean():.3f}, then {after.mean():.3f}"
-        if -fall > max(RISE * before.mean(), 3 * error):
+        older, newer = np.array_split(np.array([loss for _, loss in recent]), 2)
+        fall = older.mean() - newer.mean()
+        error = math.sqrt(older.var(ddof=1) / len(older) + newer.var(ddof=1) / len(newer))
+        steps, means = recent[-1][0] - recent[0][0], f"{older.mean():.3f}, then {newer.mean():.3f}"
+        if -fall > max(RISE * older.mean(), 3 * error):
             remedy = "lower learning_rate and resume from an earlier checkpoint."
             yield Advice("rising", f"The loss is rising: mean {means} over the last {steps:,} steps; {remedy}")
-        elif fall + 2 * error < FALL * before.mean():
+        elif fall + 2 * error < FALL * older.mean():
             text = (
-                f"The loss is flat over the last {steps:,} steps: mean {means} (± {error:.3f}). More of the same steps will "
-                f"hardly help: check whether learning_rate ({learning_rate:.1e}) is far too high or too low; otherwise use more "
-                f"text or a larger model."
+                f"The loss is flat over the last {steps:,} steps: mean {means} (± {error:.3f}). More of the same "
+                f"steps will hardly help: check whether learning_rate ({learning_rate:.1e}) is far too high or too "
+                "low; otherwise use more text or a larger model."
             )
             yield Advice("flat", text)
 
     def _validation_advice(self) -> Iterator[Advice]:
         if len(self.evaluations) < 3:
             return
-        (step, best), (_, before), (_, now) = min(self.evaluations, key=lambda pair: pair[1]), *self.evaluations[-2:]
-        if now > before > (1 + VALIDATION_RISE) * best:
-            kept = "Its checkpoint is kept"
+        (step, best), (_, previous), (_, newest) = (
+            min(self.evaluations, key=lambda pair: pair[1]),
+            *self.evaluations[-2:],
+        )
+        if newest > previous > (1 + VALIDATION_RISE) * best:
+            hint = "Its checkpoint is kept"
             if not (self.folder.checkpoints / folder_name(step)).is_dir():
-                kept = "No checkpoint was saved then: set save_steps to eval_steps"
+                hint = "No checkpoint was saved then: set save_steps to eval_steps"
             text = (
-                f"The validation loss is rising, from {best:.4f} at step {step:,} to {now:.4f}: the model overfits. {kept}; use more "
-                f"text, a smaller model, or dropout (resid_pdrop, attn_pdrop, embd_pdrop)."
+                f"The validation loss is rising, from {best:.4f} at step {step:,} to {newest:.4f}: the model "
+                f"overfits. {hint}; use more text, a smaller model, or dropout (resid_pdrop, attn_pdrop, embd_pdrop)."
             )
             yield Advice("overfitting", text)

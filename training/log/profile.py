@@ -24,8 +24,8 @@ STEPS = 3
 PHASES = ("data", "optimizer")  # ranges of step.py; all operators inside count as this category
 SHOWN = 8  # kernels in the table
 
-# Category of an operator or kernel: the first pattern found in its name, otherwise elementwise. On a GPU, the matrix products of
-# eager attention are named like any other product, and count as matmul.
+# Category of an operator or kernel: the first pattern found in its name, otherwise elementwise. On a GPU, the matrix
+# products of eager attention are named like any other product, and count as matmul.
 NAMED = {
     "communication": r"nccl|gloo|c10d",
     "copies": r"^mem(cpy|set)",
@@ -49,7 +49,7 @@ class ProfileArguments:
 
 
 class Profiler:
-    """Profiler used by every process. All of them record, so that no process waits longer than usual, and the main one reports."""
+    """Profiler used by every process, so that none waits longer than usual. The main one reports."""
 
     def __init__(self, arguments: ProfileArguments, run: Run, log: RunLog):
         self.first = run.start.step + WARM_UP if arguments.profile else None  # first step to record; None when done
@@ -80,45 +80,45 @@ class Profiler:
                 self.profiled.step()  # records from here on
         self.began = time.perf_counter()
 
-    def after(self, done: int, pauses: bool) -> None:
+    def after(self, step: int, pauses: bool) -> None:
         """Wait for the device and finish after the last step to record, or before a pause in training (`pauses`)."""
-        if self.first is None or done <= self.first or not (pauses or done == self.first + STEPS):
+        if self.first is None or step <= self.first or not (pauses or step == self.first + STEPS):
             return
         with self.log.pause():
             self._wait()
             wall = 1e6 * (time.perf_counter() - self.began)
             self.open.close()
             if self.accelerator.is_main_process:
-                self._report(done, wall)
+                self._report(step, wall)
         self.first = None
 
     def _wait(self) -> None:
         torch.get_device_module(self.accelerator.device).synchronize()
 
-    def _report(self, done: int, wall: float) -> None:
+    def _report(self, last_step: int, wall: float) -> None:
         self.folder.mkdir(exist_ok=True)
         trace = self.folder / "trace.json.gz"
         self.profiled.export_chrome_trace(str(trace))
-        spent = account(self.profiled.events(), wall)
-        if self.accelerator.device.type == "cuda" and ("host", "host") in spent:
+        times = account(self.profiled.events(), wall)
+        if self.accelerator.device.type == "cuda" and ("host", "host") in times:
             self.log.say("WARNING: the driver did not allow kernel recording; the table shows only host time.")
-        summary = summarize_profile(spent, wall, self.first + 1, done)
+        summary = summarize_profile(times, wall, self.first + 1, last_step)
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         self.log.say(f"{table(summary)}\nTrace: {trace}; open it at https://ui.perfetto.dev.")
 
 
 def classify(name: str) -> str:
     """Return the category of a kernel or an operator: a key of `NAMED`, or elementwise."""
-    named = FUSED_NAMED if FUSED.search(name) else NAMED
-    return next((kind for kind, words in named.items() if re.search(words, name, re.IGNORECASE)), "elementwise")
+    patterns = FUSED_NAMED if FUSED.search(name) else NAMED
+    return next((kind for kind, words in patterns.items() if re.search(words, name, re.IGNORECASE)), "elementwise")
 
 
 def account(events: list[FunctionEvent], wall: float) -> Counter[tuple[str, str]]:
     """Return microseconds by (category, name) within a span of `wall` microseconds.
-    With a device: the times of its kernels, and `idle` without any kernel. On a CPU: the self times of the operators, and `host`
-    for the rest (Python). The `OVERLAPPING` categories get at most the time that the others leave."""
+    With a device: the times of its kernels, and `idle` without any kernel. On a CPU: the self times of the operators,
+    and `host` for the rest (Python). The `OVERLAPPING` categories get at most the time that the others leave."""
     on_device = any(event.device_type != DeviceType.CPU for event in events)
-    spent: Counter[tuple[str, str]] = Counter()
+    times: Counter[tuple[str, str]] = Counter()
     for event in events:
         is_work = not event.is_user_annotation if on_device else OPERATOR.search(event.name) or event.name == "data"
         if not is_work or (event.device_type != DeviceType.CPU) != on_device:
@@ -126,28 +126,28 @@ def account(events: list[FunctionEvent], wall: float) -> Counter[tuple[str, str]
         phase = event
         while phase is not None and phase.name not in PHASES:
             phase = phase.cpu_parent
-        own = event.time_range.elapsed_us() if on_device or event.is_async else event.self_cpu_time_total
+        duration = event.time_range.elapsed_us() if on_device or event.is_async else event.self_cpu_time_total
         category = classify(event.name) if phase is None else phase.name
-        spent[category, "data" if category == "data" else event.name] += own
-    overlapping = sum(us for (category, _), us in spent.items() if category in OVERLAPPING)
-    share = max(0, min(1, (wall - (spent.total() - overlapping)) / (overlapping or 1)))
-    for key in spent:
+        times[category, "data" if category == "data" else event.name] += duration
+    overlapping = sum(us for (category, _), us in times.items() if category in OVERLAPPING)
+    share = max(0, min(1, (wall - (times.total() - overlapping)) / (overlapping or 1)))
+    for key in times:
         if key[0] in OVERLAPPING:
-            spent[key] *= share
-    rest = "idle" if on_device else "host"
-    spent[rest, rest] = max(0, wall - spent.total())
-    return spent
+            times[key] *= share
+    remainder = "idle" if on_device else "host"
+    times[remainder, remainder] = max(0, wall - times.total())
+    return times
 
 
-def summarize_profile(spent: Counter[tuple[str, str]], wall: float, first_step: int, last_step: int) -> dict[str, Any]:
+def summarize_profile(times: Counter[tuple[str, str]], wall: float, first_step: int, last_step: int) -> dict[str, Any]:
     """Return milliseconds per step for `first_step` to `last_step` (counted from 1), in the format of summary.json."""
     microseconds = 1000 * (last_step - first_step + 1)
     categories = Counter()
-    for (category, _), time_spent in spent.items():
-        categories[category] += time_spent
+    for (category, _), duration in times.items():
+        categories[category] += duration
     kernels = [
-        {"name": name, "category": category, "ms": round(time_spent / microseconds, 4)}
-        for (category, name), time_spent in spent.most_common()
+        {"name": name, "category": category, "ms": round(duration / microseconds, 4)}
+        for (category, name), duration in times.most_common()
         if name != category
     ]
     return {
@@ -162,11 +162,11 @@ def summarize_profile(spent: Counter[tuple[str, str]], wall: float, first_step: 
 
 def table(summary: dict[str, Any]) -> str:
     """Format a summary as a table for the log."""
-    whole = summary["step_ms"]
+    total = summary["step_ms"]
     lines = [f"Time per step (steps {summary['first_step']:,} to {summary['last_step']:,}):"]
-    lines += [f"{ms:12,.2f} ms {ms / whole:6.1%}  {category}" for category, ms in summary["ms"].items()]
-    lines += [f"{whole:12,.2f} ms {1:6.1%}  total", "Slowest kernels:"]
+    lines += [f"{ms:12,.2f} ms {ms / total:6.1%}  {category}" for category, ms in summary["ms"].items()]
+    lines += [f"{total:12,.2f} ms {1:6.1%}  total", "Slowest kernels:"]
     for kernel in summary["kernels"][:SHOWN]:
         name = kernel["name"] if len(kernel["name"]) <= 72 else f"{kernel['name'][:45]}…{kernel['name'][-26:]}"
-        lines.append(f"{kernel['ms']:12,.2f} ms {kernel['ms'] / whole:6.1%}  {kernel['category']:<13} {name}")
+        lines.append(f"{kernel['ms']:12,.2f} ms {kernel['ms'] / total:6.1%}  {kernel['category']:<13} {name}")
     return "\n".join([*lines, f"Attention ran in {', '.join(summary['attention'][:2]) or 'no separate kernel'}."])

@@ -1,7 +1,7 @@
 """Reference curves: validation losses of complete runs, to compare runs of the same settings and text with.
 
-presets/reference/NAME.jsonl: the first line has the settings, the hashes of the tokens, hardware and versions; each other line is a validation.
-`python -m benchmarks.reference runs/x NAME` writes one.
+presets/reference/NAME.jsonl: the first line has the settings, the hashes of the tokens, hardware and versions; each
+other line is a validation. `python -m benchmarks.reference runs/x NAME` writes one.
 """
 
 import json
@@ -34,16 +34,16 @@ class Reference:
     tokens_per_step: int
 
     def compared(self, entry: Mapping[str, Any]) -> str:
-        """Return how far the loss of a validation is from the curve, such as `0.02 above the reference x at 40M tokens`, or an empty text
-        beyond its ends."""
+        """Return how far the loss of a validation is from the curve, such as `0.02 above the reference x at 40M
+        tokens`, or an empty text beyond its ends."""
         step = entry["step"]
         if not self.steps[0] <= step <= self.steps[-1]:
             return ""
         difference = comparable_loss(entry) - float(np.interp(step, self.steps, self.losses))
-        where = f"the reference {self.name} at {step * self.tokens_per_step / 1e6:.3g}M tokens"
+        place = f"the reference {self.name} at {step * self.tokens_per_step / 1e6:.3g}M tokens"
         if round(difference, 2) == 0:
-            return f"within 0.01 of {where}"
-        return f"{abs(difference):.2f} {'above' if difference > 0 else 'below'} {where}"
+            return f"within 0.01 of {place}"
+        return f"{abs(difference):.2f} {'above' if difference > 0 else 'below'} {place}"
 
 
 def compared_settings(folder: RunFolder) -> dict[str, str]:
@@ -55,14 +55,14 @@ def compared_settings(folder: RunFolder) -> dict[str, str]:
 
 def find_reference(folder: RunFolder, say: Callable[[str], object] = lambda text: None) -> Reference | None:
     """Return the reference with the settings and the text of a run, or None. Report damaged references."""
-    wanted = compared_settings(folder)
+    settings = compared_settings(folder)
     for path in sorted(FOLDER.glob("*.jsonl")):
         try:
             head, *entries = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-            if head["compared"] == wanted:
+            if head["compared"] == settings:
                 points = [[entry["step"], comparable_loss(entry)] for entry in entries]
                 steps, losses = zip(*sorted(schema.build(points, list[tuple[int, float]])), strict=True)
-                return Reference(path.stem, list(steps), list(losses), int(wanted["tokens_per_step"]))
+                return Reference(path.stem, list(steps), list(losses), int(settings["tokens_per_step"]))
         except (OSError, *NONSENSE) as error:
             say(f"{path} is damaged ({error}), so no run is compared with it.")
     return None

@@ -41,8 +41,8 @@ class RunLog(AbstractContextManager):
         if self.main:
             self.began = time.monotonic() - 3600 * hours(read_events(run.folder.events), datetime.now(UTC))
             device = run.accelerator.device
-            reported = reported_mfu(device_name(device)) if size_of(run.plan.model).products >= FILLS_A_GPU else None
-            self.advisor = Advisor(run.folder, run.plan, device.type == "cuda", reported and reported[1])
+            usual_mfu = reported_mfu(device_name(device)) if size_of(run.plan.model).products >= FILLS_A_GPU else None
+            self.advisor = Advisor(run.folder, run.plan, device.type == "cuda", usual_mfu and usual_mfu[1])
             self.reference = find_reference(run.folder, print)
             losses = [loss for _, loss in self.advisor.losses]
             self.screen = Screen(run.plan.max_steps, run.start.step, losses, self.compiled, hourly_price)
@@ -69,24 +69,25 @@ class RunLog(AbstractContextManager):
         self.speed.restart()
 
     def log(self, step: int, learning_rate: float, reading: dict[str, float]) -> None:
-        """Write a log line for the steps since the previous one. `learning_rate` is the last step's. See health.py for `reading`."""
+        """Write a log line for the steps since the previous one. `learning_rate`: the last step's. `reading`: see
+        health.py."""
         entry = {"step": step, "epoch": round(self.plan.epoch(step), 4), **reading}
         entry |= {"learning_rate": learning_rate, "tokens": self.plan.after(step).tokens}
         entry |= self.speed.measured() | self.unlogged
         self.unlogged = {}
-        waited, left = self.speed.waited / self.speed.seconds, None
+        waiting_share, eta = self.speed.waited / self.speed.seconds, None
         if self.speed.steps:
             self.paces.append((self.speed.steps, self.speed.seconds))
         if self.paces:  # the ETA includes the remaining validations
             steps, seconds = map(sum, zip(*self.paces, strict=True))
-            left = (self.plan.max_steps - step) * seconds / steps / (1 - self.evaluation_share)
-        self._write(entry, left, waited)
+            eta = (self.plan.max_steps - step) * seconds / steps / (1 - self.evaluation_share)
+        self._write(entry, eta, waiting_share)
         self.speed.restart()
 
     def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
         self._write({"step": step, "epoch": round(self.plan.epoch(step), 4), **metrics})
 
-    def _write(self, entry: dict[str, Any], left: float | None = None, waited: float = 0.0) -> None:
+    def _write(self, entry: dict[str, Any], eta: float | None = None, waiting_share: float = 0.0) -> None:
         """Write an entry of metrics.jsonl, show it, and print advice on problems that it reveals."""
         if not self.main:
             return
@@ -97,8 +98,8 @@ class RunLog(AbstractContextManager):
             reference = self.reference.compared(entry) if self.reference is not None else ""
             self.screen.validated(entry, best_evaluation(read_metrics(self.folder.metrics)), reference)
         else:
-            self.screen.show(entry, time.monotonic() - self.began, left)
-        for advice in self.advisor.look(entry, waited):
+            self.screen.show(entry, time.monotonic() - self.began, eta)
+        for advice in self.advisor.look(entry, waiting_share):
             self.say(f"ADVICE: {advice.text}")
             record(self.folder.events, "advice", entry["step"], **advice._asdict())
 

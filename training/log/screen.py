@@ -17,7 +17,7 @@ from training.checkpoints.metrics import comparable_loss, scores_more
 from training.log.speed import in_words
 from training.runtime.console import AT_ONCE, clock, perplexity, say
 
-# A notebook gives commands a terminal, but keeps everything written to it: print lines there, not four frames per second.
+# A notebook gives commands a terminal, but keeps everything written to it: print lines there, not frames.
 IN_NOTEBOOK = "JPY_PARENT_PID" in os.environ  # set by Jupyter for its kernels
 FRAMES_PER_SECOND = 4
 LONG_SILENCE = 60  # seconds without output before progress is printed, if no terminal shows it
@@ -26,22 +26,22 @@ CURVE = 24  # bars of the loss curve
 MANY = 10_000  # losses; above this number, the curve is drawn from a subset
 
 
-def parts_of(entry: dict[str, Any], seconds: float, left: float | None, hourly_price: float | None) -> dict[str, str]:
+def parts_of(entry: dict[str, Any], seconds: float, eta: float | None, hourly_price: float | None) -> dict[str, str]:
     """Return the parts of a log line by name. An unknown part is an empty string.
     `entry`: from metrics.jsonl. `seconds`: the run's time so far, including validation and pauses of the speed clock.
-    `left`: estimated seconds until the end, None if unknown."""
-    skipped, norm, dollars = entry.get("skipped_steps"), entry.get("grad_norm"), ""
-    note = f"  ({counted(skipped, 'step')} skipped: not finite)" if skipped else ""
+    `eta`: estimated seconds until the end, None if unknown."""
+    skips, norm, dollars = entry.get("skipped_steps"), entry.get("grad_norm"), ""
+    note = f"  ({counted(skips, 'step')} skipped: not finite)" if skips else ""
     if hourly_price is not None:
-        so_far = seconds / 3600 * hourly_price
-        whole = "" if left is None else f" of ${so_far + left / 3600 * hourly_price:,.2f}"
-        dollars = f"${so_far:,.2f}{whole}"
+        cost = seconds / 3600 * hourly_price
+        total = "" if eta is None else f" of ${cost + eta / 3600 * hourly_price:,.2f}"
+        dollars = f"${cost:,.2f}{total}"
     return {
         "loss": (f"loss {entry['loss']:6.3f}" if "loss" in entry else "no finite loss") + note,
         "norm": "" if norm is None else f"norm {norm:5.2f}",
         "rate": f"lr {entry['learning_rate']:.2e}",
         "speed": in_words(entry),
-        "eta": "" if left is None else f"ETA {clock(left)}",
+        "eta": "" if eta is None else f"ETA {clock(eta)}",
         "dollars": dollars,
     }
 
@@ -86,14 +86,14 @@ class Screen:
             table.add_row(name, Text(self.rows[name]))
         return Group(bar, table)
 
-    def show(self, entry: dict[str, Any], seconds: float, left: float | None) -> None:
+    def show(self, entry: dict[str, Any], seconds: float, eta: float | None) -> None:
         """Show a log line. `parts_of` documents the parameters."""
         if "loss" in entry:
             self.losses.append(entry["loss"])
-        step, parts = entry["step"], parts_of(entry, seconds, left, self.hourly_price)
-        numbered = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
+        step, parts = entry["step"], parts_of(entry, seconds, eta, self.hourly_price)
+        label = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
         if self.live is None:
-            self.say(line_of(numbered, *parts.values()))
+            self.say(line_of(label, *parts.values()))
             return
         draws = self.console.encoding.startswith("utf") and len(self.losses) > 1
         curve = sparkline(self.losses, CURVE) if draws else ""
@@ -104,24 +104,24 @@ class Screen:
         if step * 10 // self.max_steps > self.tenths_shown:  # the live rows are overwritten, but these lines stay
             self.tenths_shown = step * 10 // self.max_steps
             pace = {name: entry[name] for name in entry if name not in ("data_share", "peak_memory_gb")}
-            self.say(line_of(numbered, parts["loss"], in_words(pace)))  # fits 80 columns
+            self.say(line_of(label, parts["loss"], in_words(pace)))  # fits 80 columns
 
     def validated(self, entry: dict[str, Any], best: dict[str, Any], reference: str) -> None:
-        """Show a validation with one comparison: the best of the run if that is another, by the loss on the text that all validations
-        score, otherwise `reference` (of another run), if there is one."""
+        """Show a validation with one comparison: the best of the run if that is another, by the loss on the text that
+        all validations score, otherwise `reference` (of another run), if there is one."""
         step, loss = entry["step"], f"loss {entry['eval_loss']:.4f}"
         bits, sample = f"{entry['eval_bits_per_byte']:.3f} bits per byte", " on the sample" * scores_more(entry)
-        shown = perplexity(entry["eval_perplexity"])
+        perplexity_text = perplexity(entry["eval_perplexity"])
         note = reference or f"best{sample}"
         if best["step"] != step:
-            now = f", now {comparable_loss(entry):.4f}" if sample else ""
-            note = f"best{sample}: {comparable_loss(best):.4f} at step {best['step']:,}{now}"
-        scored = f"{bits} on all held-out text" if sample else bits
-        self.say(f"step {step}: validation {loss}, perplexity {shown}, {scored} ({note})")
+            sampled_loss = f", now {comparable_loss(entry):.4f}" if sample else ""
+            note = f"best{sample}: {comparable_loss(best):.4f} at step {best['step']:,}{sampled_loss}"
+        scores = f"{bits} on all held-out text" if sample else bits
+        self.say(f"step {step}: validation {loss}, perplexity {perplexity_text}, {scores} ({note})")
         self.rows["validate"], self.progress = f"{loss}, {bits} at step {step:,}", ""
 
-    def show_progress(self, what: str, share: float) -> None:
-        self.progress = f"{what}: {share:.0%}"
+    def show_progress(self, task: str, share: float) -> None:
+        self.progress = f"{task}: {share:.0%}"
         if self.live is None and time.monotonic() - self.said_last > LONG_SILENCE:
             self.say(self.progress)
 
@@ -136,8 +136,8 @@ class Screen:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Draw `values` as at most `width` bars of eight heights, from left to right. One bar averages several neighbors."""
-    some = np.array(values[:: 1 + len(values) // MANY])
-    means = [part.mean() for part in np.array_split(some, min(width, len(some)))]
+    """Draw `values` as at most `width` bars of eight heights. One bar averages several neighbors."""
+    sample = np.array(values[:: 1 + len(values) // MANY])
+    means = [part.mean() for part in np.array_split(sample, min(width, len(sample)))]
     low, span = min(means), max(means) - min(means)
     return "".join(BARS[round((len(BARS) - 1) * (mean - low) / span) if span else 0] for mean in means)

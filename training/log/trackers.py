@@ -26,11 +26,11 @@ class LoggingArguments:
 
     def problems(self) -> Iterator[str]:
         """Yield problems that Accelerate would ignore silently or turn into a traceback."""
-        known, installed = list(map(str, LoggerType)), list(map(str, get_available_trackers()))
+        names, available = list(map(str, LoggerType)), list(map(str, get_available_trackers()))
         for name in self.report_to:
-            if name not in known:
-                yield f"report_to names {name!r}; the available trackers are {', '.join(known)}."
-            elif name not in ("all", *installed):
+            if name not in names:
+                yield f"report_to names {name!r}; the available trackers are {', '.join(names)}."
+            elif name not in ("all", *available):
                 yield f"report_to names {name}, which is not installed: pip install {name}."
 
 
@@ -38,16 +38,16 @@ def open_trackers(
     accelerator: Accelerator, folder: RunFolder, project: str, settings: dict[str, Any], first_step: int
 ) -> None:
     """Open the trackers of `report_to` and send every setting that has a value. Called by the main process.
-    The run's id is saved in its folder, so that a resumed run continues the same run in each tracker. TensorBoard's event files
-    are also in that folder; a resumed run discards entries after its checkpoint."""
+    The run's id is saved in its folder, so that a resumed run continues the same run in each tracker. TensorBoard's
+    event files are also in that folder; a resumed run discards entries after its checkpoint."""
     if not accelerator.log_with:
         return
     is_known = folder.tracker_id.is_file()
     if not is_known:
         write_atomic(folder.tracker_id, f"{secrets.token_hex(4)}\n")
     name, run_id = folder.path.resolve().name, folder.tracker_id.read_text(encoding="utf-8").strip()
-    given = {name: value for name, value in settings.items() if value is not None}
-    own = {
+    values = {name: value for name, value in settings.items() if value is not None}
+    options = {
         "wandb": {"name": name, "id": run_id, "resume": "allow"},
         "trackio": {"name": name, "resume": "allow" if is_known else "never"},  # Trackio identifies runs by name
     }
@@ -57,21 +57,21 @@ def open_trackers(
         else tracker
         for tracker in accelerator.log_with
     ]
-    accelerator.init_trackers(project, init_kwargs=own)
+    accelerator.init_trackers(project, init_kwargs=options)
     for tracker in accelerator.trackers:
         if tracker.name == "tensorboard":
             # As text, because Accelerate's own method would create another TensorBoard run at each start.
-            text = yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
+            text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
             tracker.writer.add_text("settings", f"```yaml\n{text}```")
             continue
-        plain = {name: value if isinstance(value, (int, float, str)) else str(value) for name, value in given.items()}
+        plain = {name: value if isinstance(value, (int, float, str)) else str(value) for name, value in values.items()}
         tracker.store_init_configuration(plain)
         if tracker.name == "wandb":
             tracker.run.define_metric("*", step_metric=STEP)
 
 
 def log_to_trackers(accelerator: Accelerator, entry: dict[str, Any], step: int) -> None:
-    """Send an entry of metrics.jsonl with the names of Transformers' Trainer: eval/loss, train/loss. Called by the main process."""
+    """Send an entry of metrics.jsonl with the names of Transformers' Trainer: eval/loss, train/loss."""
     values = {
         f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": value
         for name, value in entry.items()

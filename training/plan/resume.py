@@ -1,4 +1,4 @@
-"""Starting point of a command: the first step, the newest checkpoint of the run or its backup, or a named checkpoint."""
+"""Starting point of a command: the first step, the newest checkpoint of run or backup, or a named checkpoint."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ class ResumePoint:
         return self.state.position.step
 
     def is_own(self, folder: RunFolder) -> bool:
-        """Return whether the checkpoint is the run's own, rather than from another run that this run branches off from."""
+        """Return whether the checkpoint is the run's own, rather than from a run that this one branches off from."""
         return self.checkpoint is not None and self.checkpoint.parent.resolve() == folder.checkpoints.resolve()
 
 
@@ -51,15 +51,15 @@ def choose_checkpoint(
 ) -> Path | None:
     """Return the checkpoint that this command resumes from, or None for a new run.
     Raise a `UserError` if the command would replace another run, or if a checkpoint is missing or damaged.
-    After a restart, the run resumes in its own folder, even if the command asks for a new run. The only files written are
-    those that the backup has and the folder lacks, and those of a run that was replaced in vain."""
+    After a restart, the run resumes in its own folder, even if the command asks for a new run. The only files written
+    are those that the backup has and the folder lacks, and those of a run that was replaced in vain."""
     folder, overwrites = arguments.folder, arguments.overwrite_output_dir
     check_run_format(folder.status)
     if is_restart:  # newer checkpoints of the backup were rolled back
         backup = None
         if checkpoints.all_checkpoints(folder.checkpoints):
             return folder.newest_checkpoint(say)
-    source = Path(named) if (named := arguments.resume_from_checkpoint) is not None else None
+    source = Path(checkpoint_name) if (checkpoint_name := arguments.resume_from_checkpoint) is not None else None
     is_branch = source is not None and run_of(source).resolve() != folder.path.resolve()
     if source is None or is_branch:
         put_back(folder)
@@ -75,8 +75,8 @@ def choose_checkpoint(
     is_own = checkpoint is not None and checkpoint.parent.resolve() == folder.checkpoints.resolve()
     if not (is_own or overwrites) and (folder.model / checkpoints.WEIGHTS).exists():
         raise UserError(
-            f"{folder.path} contains a model, but no checkpoint that this command can resume from; use another --output_dir, or "
-            f"delete the model with --overwrite_output_dir."
+            f"{folder.path} contains a model, but no checkpoint that this command can resume from; use another "
+            "--output_dir, or delete the model with --overwrite_output_dir."
         )
     return checkpoint
 
@@ -84,24 +84,24 @@ def choose_checkpoint(
 def _newest(
     folder: RunFolder, backup: Backup | None, settings: Settings | None, say: Callable[[str], None]
 ) -> Path | None:
-    """Return the newest checkpoint of the folder and its backup. A newer one in the backup is copied to the folder first.
-    `settings` (None: the run's own) must match those of the run in the backup."""
+    """Return the newest checkpoint of the folder and its backup. A newer one in the backup is copied to the folder
+    first. `settings` (None: the run's own) must match those of the run in the backup."""
     problems = Problems()
     checkpoint = problems.add_of(folder.newest_checkpoint, [say])
     if backup is not None:
         step = checkpoints.step_of(checkpoint) if checkpoint is not None else -1
-        restored = backup.restore(step, lambda found: _refuse_another(backup.there.path, found, settings))
-        checkpoint = restored or checkpoint
+        copy = backup.restore(step, lambda values: _refuse_another(backup.there.path, values, settings))
+        checkpoint = copy or checkpoint
     if checkpoint is None:
         problems.refuse()
     return checkpoint
 
 
-def _refuse_another(folder: Path, before: dict[str, Any], settings: Settings | None) -> None:
+def _refuse_another(folder: Path, settings_of_run: dict[str, Any], settings: Settings | None) -> None:
     """Raise a `UserError` that names the settings of the run in the folder that differ."""
-    if settings is not None and (changed := settings.differences(before)):
+    if settings is not None and (changes := settings.differences(settings_of_run)):
         raise UserError(
-            f"{folder} contains another run ({', '.join(changed)}); use another --output_dir, resume that run with "
+            f"{folder} contains another run ({', '.join(changes)}); use another --output_dir, resume that run with "
             f"--resume_from_checkpoint {folder}, or delete it with --overwrite_output_dir."
         )
 
@@ -111,7 +111,8 @@ def _named_checkpoint(source: Path, folder: RunFolder, backup: Backup | None, sa
         newest = _newest(RunFolder(run_of(source)), backup, None, say)
         if newest is None:
             raise UserError(
-                f"{source} cannot be resumed ({RunFolder(run_of(source)).last_good()}); start it again with its first command."
+                f"{source} cannot be resumed ({RunFolder(run_of(source)).last_good()}); start it again with its first "
+                "command."
             )
         return newest
     if not (source / checkpoints.MANIFEST).is_file():
@@ -121,7 +122,7 @@ def _named_checkpoint(source: Path, folder: RunFolder, backup: Backup | None, sa
     newer = [path for path in checkpoints.complete_checkpoints(folder.checkpoints) if path.name > source.name]
     if newer and source.resolve().parent == folder.checkpoints.resolve():
         raise UserError(
-            f"{folder.path} already continued from {source.name} to {newer[-1].name}; use another --output_dir to branch "
-            f"off, or delete the later checkpoints."
+            f"{folder.path} already continued from {source.name} to {newer[-1].name}; use another --output_dir to "
+            "branch off, or delete the later checkpoints."
         )
     return source

@@ -44,42 +44,42 @@ def is_finished(run: Run) -> bool:
     return run.start.step >= run.plan.max_steps and not run.start.owes_validation
 
 
-def begin_run(run: Run, arguments: RunArguments, config: str, planned: dict[str, float | None]) -> None:
-    """Prepare the run folder and record the start: `config` (YAML), the estimate (`planned`) and the hardware.
+def begin_run(run: Run, arguments: RunArguments, config: str, estimate: dict[str, float | None]) -> None:
+    """Prepare the run folder and record the start: `config` (YAML), the `estimate` and the hardware.
     Called by every process; the main process writes after all have read the folder."""
     run.accelerator.wait_for_everyone()
-    on_main(run.accelerator, lambda: _write_beginning(run, arguments, config, planned))
+    on_main(run.accelerator, lambda: _write_beginning(run, arguments, config, estimate))
 
 
-def _write_beginning(run: Run, arguments: RunArguments, config: str, planned: dict[str, float | None]) -> None:
+def _write_beginning(run: Run, arguments: RunArguments, config: str, estimate: dict[str, float | None]) -> None:
     folder, start = run.folder, run.start
-    own = start.checkpoint if start.is_own(folder) else None
+    own_checkpoint = start.checkpoint if start.is_own(folder) else None
     earlier = []  # the starts of the run that this one branches off from
-    if start.checkpoint is not None and own is None:
+    if start.checkpoint is not None and own_checkpoint is None:
         events = read_events(RunFolder(run_of(start.checkpoint)).events)
-        earlier = [before for before in starts_in_force(events) if before["step"] < start.step]
+        earlier = [event for event in starts_in_force(events) if event["step"] < start.step]
     with disk_errors(folder.path, "use another --output_dir"):
-        if own is None and arguments.overwrite_output_dir:
+        if own_checkpoint is None and arguments.overwrite_output_dir:
             run.data.store.check_hashes()  # before a run is replaced by one that could not save a checkpoint
-        begin(folder, own)
+        begin(folder, own_checkpoint)
         write_atomic(folder.config, config)
         folder.checkpoints.mkdir(exist_ok=True)
     if run.backup is not None:
-        named = arguments.resume_from_checkpoint
-        goes_back = arguments.overwrite_output_dir or (named is not None and is_checkpoint(Path(named)))
-        run.backup.begin(start.step, may_replace=goes_back)
-        if own is not None:
+        source = arguments.resume_from_checkpoint
+        may_replace = arguments.overwrite_output_dir or (source is not None and is_checkpoint(Path(source)))
+        run.backup.begin(start.step, may_replace=may_replace)
+        if own_checkpoint is not None:
             run.backup.submit()
     write_status(folder.status, "running", start.step)
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
     hardware = describe(run.accelerator, run.setup, run.plan.model)
-    details = {"batches": asdict(run.plan.batches), "planned": planned, "environment": f"{hardware}; {versions}"}
+    details = {"batches": asdict(run.plan.batches), "planned": estimate, "environment": f"{hardware}; {versions}"}
     if start.checkpoint is not None:
         details |= {"checkpoint": start.checkpoint.name, "changes": start.changes}
     if earlier:
         details["earlier"] = earlier
-    if known := restarted():
-        details["because"] = known["because"]
+    if facts := restarted():
+        details["because"] = facts["because"]
     record(folder.events, "begun" if start.checkpoint is None else "resumed", start.step, **details)
 
 
@@ -87,8 +87,10 @@ def print_end(run: Run, step: int, reason: str | None) -> None:
     """Print the next commands. `reason` is why the run stopped after `step` steps, or None if it is finished."""
     say, folder, path = printer(run.accelerator), run.folder, quote(str(run.folder.path))
     if reason is not None:
-        how = f"run the same command again, or:\n  {launch_command()} --resume_from_checkpoint {path}"
-        resume = f"To resume, {how}" if folder.newest_step() else "The same command starts the run from the beginning."
+        command = f"run the same command again, or:\n  {launch_command()} --resume_from_checkpoint {path}"
+        resume = (
+            f"To resume, {command}" if folder.newest_step() else "The same command starts the run from the beginning."
+        )
         say(f"\nStopped after step {step:,} of {run.plan.max_steps:,} ({reason}); {folder.last_good()}. {resume}")
         return
     opening = next((line for line in run.sampling.sample_prompts[0].splitlines() if line.strip()), "")
@@ -107,15 +109,16 @@ def finish_again(run: Run, optim: OptimArguments) -> None:
     `UserError` if its folder cannot be written."""
     if not run.start.is_own(run.folder):
         raise UserError(
-            f"{run.start.checkpoint} is at step {run.start.step:,} of {run.plan.max_steps:,}, so nothing is left to train; use a greater --max_steps."
+            f"{run.start.checkpoint} is at step {run.start.step:,} of {run.plan.max_steps:,}, so nothing is left to "
+            "train; use a greater --max_steps."
         )
     on_main(run.accelerator, lambda: _complete(run))
     folder, source = run.folder, str(run.folder.path)
     if stable := folder.newest_step(until=cooldown_start(run.plan.max_steps, optim)):
         source = f"{folder.checkpoints / checkpoints.folder_name(stable)} --output_dir NEW_FOLDER"
     printer(run.accelerator)(
-        f"{folder.path} is finished ({counted(run.start.step, 'step')}). To train again, add --overwrite_output_dir. To "
-        f"train longer, use --resume_from_checkpoint {source} --max_steps N."
+        f"{folder.path} is finished ({counted(run.start.step, 'step')}). To train again, add --overwrite_output_dir. "
+        f"To train longer, use --resume_from_checkpoint {source} --max_steps N."
     )
 
 

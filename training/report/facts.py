@@ -1,6 +1,7 @@
 """Facts in report.json for the report and the model card, gathered from the run folder.
 
-Each start of the run writes the facts that no other file holds: model, data, power. Each validation adds the log so far.
+Each start of the run writes the facts that no other file holds: model, data, power. Each validation adds the log so
+far.
 """
 
 import shlex
@@ -51,7 +52,7 @@ Entries = list[dict[str, Any]]
 def begin_report(
     folder: RunFolder, model: GPT2ScratchConfig, parameters: int, data: Metadata, watts: float | None
 ) -> None:
-    """Write the facts that no other file of the run holds. `watts` is the maximum power of all devices, or None if unknown."""
+    """Write the facts that no other file of the run holds. `watts`: maximum power of all devices, None if unknown."""
     on_the_hub = tuple(data.hub_datasets)
     facts = {
         "model": {name: getattr(model, name) for name in model_fields(type(model))},
@@ -63,9 +64,9 @@ def begin_report(
             "sources": [name if name.startswith(on_the_hub) else Path(name).name for name in data.sources],
             "commits": data.commits,
             "citations": [
-                f"{named.citation} (license: {named.license or 'not known'})"
-                for named in map(find, data.sources)
-                if named is not None and named.citation
+                f"{source.citation} (license: {source.license or 'not known'})"
+                for source in map(find, data.sources)
+                if source is not None and source.citation
             ],
             "tokenizer": "byte-level BPE" if data.tokenizer_type == "bpe" else data.tokenizer_type,
             "vocab_size": data.vocab_size,
@@ -85,7 +86,7 @@ def write_facts(folder: RunFolder, facts: dict[str, Any]) -> None:
 
 
 def read_facts(folder: RunFolder) -> dict[str, Any] | None:
-    """Return the content of report.json, or None if it is missing or damaged. Raise a `UserError` for a newer format."""
+    """Return the content of report.json, or None if missing or damaged. Raise a `UserError` for a newer format."""
     try:
         facts = schema.read(folder.facts)
         check_format(folder.facts, facts["format_version"], FORMAT_VERSION)
@@ -98,25 +99,27 @@ def gather(folder: RunFolder) -> dict[str, Any]:
     """Gather the facts from the current files of the run."""
     entries, events, samples = read_metrics(folder.metrics), read_events(folder.events), read_samples(folder.samples)
     settings, starts = read_yaml(folder.config), starts_in_force(events)
-    scored, reference = [entry for entry in entries if "eval_loss" in entry], find_reference(folder)
-    written = {step: texts for step, texts in samples.items() if texts}
-    timed = [entry for entry in entries if "tokens_per_second" in entry]
+    evaluations, reference = [entry for entry in entries if "eval_loss" in entry], find_reference(folder)
+    texts_by_step = {step: texts for step, texts in samples.items() if texts}
+    speed_entries = [entry for entry in entries if "tokens_per_second" in entry]
     first_step = next((entry["seconds_to_first_step"] for entry in entries if "seconds_to_first_step" in entry), 0.0)
-    openings = [texts[0][:PROMPT_CHARACTERS] for texts in written.values()]  # the tokenizer can encode these
+    openings = [texts[0][:PROMPT_CHARACTERS] for texts in texts_by_step.values()]  # the tokenizer can encode these
     return {
         "name": folder.path.name,
         "prompt": [*settings.get("sample_prompts", []), *openings, "Once"][0],
-        "results": _results(entries, scored, written) if scored else None,
-        "reference": reference.compared(scored[-1]) if scored and reference is not None else "",
-        "samples": [{"step": step, "texts": written[step]} for step in evenly(sorted(written), MAX_MOMENTS)],
+        "results": _results(entries, evaluations, texts_by_step) if evaluations else None,
+        "reference": reference.compared(evaluations[-1]) if evaluations and reference is not None else "",
+        "samples": [
+            {"step": step, "texts": texts_by_step[step]} for step in evenly(sorted(texts_by_step), MAX_MOMENTS)
+        ],
         "settings": {name: value for name, value in settings.items() if not _is_private(name, value)},
         "pretrained": _pretrained(settings.get("init_from")),
         "command": f"{launch_command()} --config config.yaml --data {shlex.quote(_as_typed(settings['data']))}",
         "environments": _environments(starts),
         "begins_at": starts[0]["step"] if starts else 0,
         "changes": [{"step": start["step"], "text": text} for start in starts for text in start.get("changes", [])],
-        "speed": _speed(timed, first_step) if timed else None,
-        "estimate": _estimate(timed, first_step, events) if timed else None,
+        "speed": _speed(speed_entries, first_step) if speed_entries else None,
+        "estimate": _estimate(speed_entries, first_step, events) if speed_entries else None,
         "noticed": [event for event in events if event["event"] in NOTICED],
         "hours": hours(events, datetime.now(UTC)),
         "hourly_price": settings.get("hourly_price"),
@@ -127,45 +130,46 @@ def summarize_run(folder: RunFolder) -> dict[str, Any]:
     """Return the facts of a run, finished or in progress, for a comparison with other runs."""
     entries, events, settings = read_metrics(folder.metrics), read_events(folder.events), read_yaml(folder.config)
     data, state = (read_facts(folder) or {}).get("data", {}), read_status(folder.status).get("state", "running")
-    last = ([{}] + [entry for entry in entries if "eval_loss" in entry])[-1]
-    planned = [{"steps": 0}] + [event["planned"] for event in events if "planned" in event]
-    written = datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if entries and state == "running" else None
-    run = {"entries": entries, "last": last, "state": state, "hours": hours(events, written)}
+    newest = ([{}] + [entry for entry in entries if "eval_loss" in entry])[-1]
+    estimates = [{"steps": 0}] + [event["planned"] for event in events if "planned" in event]
+    end = datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if entries and state == "running" else None
+    run = {"entries": entries, "last": newest, "state": state, "hours": hours(events, end)}
     run["settings"] = {"hourly_price": None, "max_steps": None} | settings
-    return run | {"planned": planned[-1]["steps"], "text": (str(data.get("val")), last.get("eval_tokens"))}
+    return run | {"planned": estimates[-1]["steps"], "text": (str(data.get("val")), newest.get("eval_tokens"))}
 
 
-def evenly(items: list[Any], most: int) -> list[Any]:
-    """Return at most `most` evenly spaced items, including the first and the last."""
-    return [items[i] for i in np.linspace(0, len(items) - 1, min(most, len(items))).round().astype(int)]
+def evenly(items: list[Any], limit: int) -> list[Any]:
+    """Return at most `limit` evenly spaced items, including the first and the last."""
+    return [items[i] for i in np.linspace(0, len(items) - 1, min(limit, len(items))).round().astype(int)]
 
 
-def _results(entries: Entries, scored: Entries, samples: dict[int, list[str]]) -> dict[str, Any]:
-    """Return one row per validation (`scored`), with scores, training time and a sample."""
-    logged = {entry["step"]: entry for entry in entries if "loss" in entry}
-    seconds, best = seconds_until(entries), best_evaluation(scored)
+def _results(entries: Entries, evaluations: Entries, samples: dict[int, list[str]]) -> dict[str, Any]:
+    """Return one row per validation (`evaluations`), with scores, training time and a sample."""
+    by_step = {entry["step"]: entry for entry in entries if "loss" in entry}
+    seconds, best = seconds_until(entries), best_evaluation(evaluations)
     return {
         "rows": [
             entry
             | {"comparable_loss": comparable_loss(entry), "seconds": seconds.get(entry["step"], 0)}
-            | {name: logged.get(entry["step"], {}).get(name) for name in ("loss", "tokens_per_second")}
+            | {name: by_step.get(entry["step"], {}).get(name) for name in ("loss", "tokens_per_second")}
             | {"sample": samples.get(entry["step"], [""])[0]}
-            for entry in evenly(scored, MAX_ROWS)
+            for entry in evenly(evaluations, MAX_ROWS)
         ],
-        "validations": len(scored),
-        "is_sampled": any(map(scores_more, scored)),  # if so, losses are comparable only on the sample
+        "validations": len(evaluations),
+        "is_sampled": any(map(scores_more, evaluations)),  # if so, losses are comparable only on the sample
         "best": {"step": best["step"], "loss": comparable_loss(best)},
     }
 
 
 def _environments(starts: Entries) -> list[dict[str, Any]]:
     """Return hardware and libraries, with the step after which each combination was used."""
-    known = [{"step": start["step"], "text": start["environment"]} for start in starts if "environment" in start]
-    return [later for before, later in pairwise([None, *known]) if before is None or later["text"] != before["text"]]
+    environments = [{"step": start["step"], "text": start["environment"]} for start in starts if "environment" in start]
+    pairs = pairwise([{"text": None}, *environments])
+    return [environment for previous, environment in pairs if environment["text"] != previous["text"]]
 
 
 def _as_typed(data: str) -> str:
-    """Return the value of `--data`. An absolute path outside of the current folder is shortened, because it is private."""
+    """Return the value of `--data`. An absolute path outside of the current folder is private, so shortened."""
     path = PurePath(data)
     if not path.is_absolute():
         return data
@@ -182,34 +186,36 @@ def _pretrained(source: str | None) -> str | None:
     return source and (PurePath(source).name if Path(source).exists() else source)
 
 
-def _speed(timed: Entries, first_step: float) -> dict[str, Any]:
-    values = {name: [entry[name] for entry in timed if name in entry] for name in MEASURED}
+def _speed(entries: Entries, first_step: float) -> dict[str, Any]:
+    values = {name: [entry[name] for entry in entries if name in entry] for name in MEASURED}
     return {
-        "percentiles": {name: np.percentile(found, [10, 50, 90]).tolist() for name, found in values.items() if found},
-        "log_lines": len(timed),
-        "peak_memory_gb": max(entry.get("peak_memory_gb", 0.0) for entry in timed),
+        "percentiles": {
+            name: np.percentile(numbers, [10, 50, 90]).tolist() for name, numbers in values.items() if numbers
+        },
+        "log_lines": len(entries),
+        "peak_memory_gb": max(entry.get("peak_memory_gb", 0.0) for entry in entries),
         "seconds_to_first_step": first_step,
     }
 
 
-def _estimate(timed: Entries, first_step: float, events: Entries) -> dict[str, Any] | None:
+def _estimate(entries: Entries, first_step: float, events: Entries) -> dict[str, Any] | None:
     """Return the estimate of the last start and the actual values, or None if no start recorded an estimate."""
-    planned = next((event["planned"] for event in reversed(events) if "planned" in event), None)
-    if planned is None:
+    estimate = next((event["planned"] for event in reversed(events) if "planned" in event), None)
+    if estimate is None:
         return None
-    last, speeds = timed[-1], [entry["tokens_per_second"] for entry in timed]
-    speed, time = planned["tokens_per_second"], planned["hours"]
+    newest, speeds = entries[-1], [entry["tokens_per_second"] for entry in entries]
+    speed, time = estimate["tokens_per_second"], estimate["hours"]
     if speed is None:
         speed = float(np.median(speeds[:FIRST_LINES]))
-        tokens = planned["steps"] * last["tokens"] / last["step"]
-        time = (first_step + tokens / speed / (1 - planned["evaluation_share"])) / 3600
+        tokens = estimate["steps"] * newest["tokens"] / newest["step"]
+        time = (first_step + tokens / speed / (1 - estimate["evaluation_share"])) / 3600
     # The steps before a branch belong to the time of the run whose checkpoint it resumes from.
-    time *= 1 - events[0]["step"] / planned["steps"]
+    time *= 1 - events[0]["step"] / estimate["steps"]
     return {
-        "is_extrapolated": planned["tokens_per_second"] is None,
-        "steps": [planned["steps"], last["step"]],
+        "is_extrapolated": estimate["tokens_per_second"] is None,
+        "steps": [estimate["steps"], newest["step"]],
         "tokens_per_second": [speed, float(np.median(speeds))],
         "hours": time,
         # Older versions did not log peak memory.
-        "memory_gb": [planned["memory_bytes"] / 1e9, max(entry.get("peak_memory_gb", 0.0) for entry in timed)],
+        "memory_gb": [estimate["memory_bytes"] / 1e9, max(entry.get("peak_memory_gb", 0.0) for entry in entries)],
     }

@@ -1,5 +1,5 @@
-"""Plots of a run: transparent PNGs, legible on light and dark pages. The functions return whether they wrote a file: there are
-no plots if matplotlib cannot be imported."""
+"""Plots of a run: transparent PNGs, legible on light and dark pages. The functions return whether they wrote a file:
+there are no plots if matplotlib cannot be imported."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +39,7 @@ MOST_POINTS = 1000  # points per curve; longer curves average neighboring points
 def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:
     """Plot training and validation loss, by tokens and by training time."""
     train = [entry for entry in entries if "loss" in entry]
-    scored = [entry for entry in entries if "eval_loss" in entry]
+    evaluations = [entry for entry in entries if "eval_loss" in entry]
     if not train:
         return False
     steps, until = [entry["step"] for entry in train], seconds_until(entries)
@@ -50,8 +50,10 @@ def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:
         by_tokens, by_time = figure.subplots(1, 2, sharey=True)
         for axes, at, label in ((by_tokens, tokens, "tokens"), (by_time, seconds / unit, f"{name} of training")):
             _curve(axes, list(zip(at, [entry["loss"] for entry in train], strict=True)), "training")
-            places = np.interp([entry["step"] for entry in scored], steps, at)  # interpolates between two log lines
-            losses = [comparable_loss(entry) for entry in scored]
+            places = np.interp(
+                [entry["step"] for entry in evaluations], steps, at
+            )  # interpolates between two log lines
+            losses = [comparable_loss(entry) for entry in evaluations]
             axes.plot(places, losses, color=ORANGE, marker="o", markersize=4, linewidth=1.5, label="validation")
             axes.set_xlabel(label)
         _in_thousands(by_tokens.xaxis)
@@ -62,17 +64,17 @@ def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:
 
 
 def plot_runs(runs: dict[str, list[dict[str, Any]]], path: Path, measure: str) -> bool:
-    """Plot a measure of the validations of runs, or their training loss before the first validation, by tokens and by time."""
+    """Plot a measure of the validations of runs, or their training loss before the first, by tokens and by time."""
 
     def draw(figure: Any) -> None:
         by_tokens, by_time = figure.subplots(1, 2, sharey=True)
         for name, entries in runs.items():
-            until, logged = seconds_until(entries), {e["step"]: e["tokens"] for e in entries if "tokens" in e} or {0: 0}
-            scored, in_nats = [entry for entry in entries if measure in entry], measure == "eval_loss"
-            curve = {entry["step"]: comparable_loss(entry) if in_nats else entry[measure] for entry in scored}
+            until, tokens = seconds_until(entries), {e["step"]: e["tokens"] for e in entries if "tokens" in e} or {0: 0}
+            evaluations, in_nats = [entry for entry in entries if measure in entry], measure == "eval_loss"
+            curve = {entry["step"]: comparable_loss(entry) if in_nats else entry[measure] for entry in evaluations}
             style = {"label": name, "marker": "."} if curve else {"label": f"{name} (training loss)"}
             curve = curve or {entry["step"]: entry["loss"] for entry in entries if "loss" in entry and in_nats}
-            by_tokens.plot(np.interp([*curve], [*logged], [*logged.values()]), curve.values(), **style)
+            by_tokens.plot(np.interp([*curve], [*tokens], [*tokens.values()]), curve.values(), **style)
             by_time.plot([until[step] / 60 for step in curve], curve.values(), **style)
         by_tokens.set(xlabel="tokens", ylabel=f"validation: {measure.removeprefix('eval_').replace('_', ' ')}")
         by_time.set_xlabel("minutes of training")
@@ -84,12 +86,12 @@ def plot_runs(runs: dict[str, list[dict[str, Any]]], path: Path, measure: str) -
 
 def plot_course(entries: list[dict[str, Any]], path: Path) -> bool:
     """Plot throughput, learning rate and gradient norm, by tokens."""
-    logged = [entry for entry in entries if "learning_rate" in entry]
+    log_lines = [entry for entry in entries if "learning_rate" in entry]
     titles = {"tokens_per_second": "tokens per second", "learning_rate": "learning rate", "grad_norm": "gradient norm"}
 
     def draw(figure: Any) -> None:
         for axes, (name, title) in zip(figure.subplots(1, 3), titles.items(), strict=True):
-            _curve(axes, [(entry["tokens"], entry[name]) for entry in logged if name in entry], title)
+            _curve(axes, [(entry["tokens"], entry[name]) for entry in log_lines if name in entry], title)
             axes.set(title=title, xlabel="tokens")
             _in_thousands(axes.xaxis)
             if name == "learning_rate":
@@ -99,7 +101,7 @@ def plot_course(entries: list[dict[str, Any]], path: Path) -> bool:
             if name == "tokens_per_second":
                 _in_thousands(axes.yaxis)
 
-    return bool(logged) and _save(path, (9, 2.6), draw)
+    return bool(log_lines) and _save(path, (9, 2.6), draw)
 
 
 def plot_panel(rows: list[dict[str, Any]], path: Path) -> bool:
@@ -133,10 +135,10 @@ def _save(path: Path, inches: tuple[float, float], draw: Callable[[Any], None]) 
         from matplotlib.figure import Figure
     except Exception:  # many kinds are possible: an unknown MPLBACKEND, an incompatible numpy ...
         return False
-    with unfinished_path(path) as unfinished, matplotlib.rc_context(STYLE):
+    with unfinished_path(path) as partial, matplotlib.rc_context(STYLE):
         figure = Figure(figsize=inches)
         draw(figure)
-        figure.savefig(unfinished, format="png", metadata={FILE_MARK: "plot"})
+        figure.savefig(partial, format="png", metadata={FILE_MARK: "plot"})
     return True
 
 

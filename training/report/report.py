@@ -1,4 +1,5 @@
-"""Pages of a run: report.md with plots, from report.json, and the results of evaluate.py, on a terminal and in the run folder.
+"""Pages of a run: report.md with plots, from report.json, and the results of evaluate.py, on a terminal and in the run
+folder.
 
 evaluation/evaluation.json   all results, including those of earlier commands on the same weights and the same text
 evaluation/evaluation.md     the same results as a page, with panel.png if models were compared
@@ -40,19 +41,23 @@ EVALUATION_FORMAT = 1  # of evaluation.json; a file without a version has format
 def environment(*folders: Path) -> Environment:
     """Return the Jinja environment for the templates of `folders` and of this package."""
     loader = FileSystemLoader([*folders, TEMPLATES])
-    made = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    made.filters |= {"as": format, "counted": counted, "fenced": fenced, "cell": cell, "clock": clock}
-    made.filters |= {"perplexity": perplexity, "quoted": partial(json.dumps, ensure_ascii=False)}  # a Python string
-    made.filters["plain"] = lambda name: re.sub(r"([\\`*\[\]<>|&!~$])", r"\\\1", " ".join(name.split()))  # not Markdown
-    made.filters["yaml"] = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
-    made.globals |= {"grams_of_co2_per_kwh": GRAMS_OF_CO2_PER_KWH, "colab_dollars": DOLLARS_PER_COLAB_UNIT}
-    made.globals["prices_of"] = PRICES_OF
-    made.globals["published"] = yaml.safe_load((TEMPLATES.parent / "published.yaml").read_text(encoding="utf-8"))
-    return made
+    jinja = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    jinja.filters |= {"as": format, "counted": counted, "fenced": fenced, "cell": cell, "clock": clock}
+    jinja.filters |= {"perplexity": perplexity, "quoted": partial(json.dumps, ensure_ascii=False)}  # a Python string
+    jinja.filters["plain"] = lambda name: re.sub(
+        r"([\\`*\[\]<>|&!~$])", r"\\\1", " ".join(name.split())
+    )  # not Markdown
+    jinja.filters["row"] = lambda cells: f"| {' | '.join(map(str, cells))} |"  # of a table
+    jinja.filters["line"] = lambda text: " ".join(text.split())  # a paragraph
+    jinja.filters["yaml"] = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
+    jinja.globals |= {"grams_of_co2_per_kwh": GRAMS_OF_CO2_PER_KWH, "colab_dollars": DOLLARS_PER_COLAB_UNIT}
+    jinja.globals["prices_of"] = PRICES_OF
+    jinja.globals["published"] = yaml.safe_load((TEMPLATES.parent / "published.yaml").read_text(encoding="utf-8"))
+    return jinja
 
 
 def cell(text: str) -> str:
-    """Return the beginning of a text for a table cell, as code, so that a model's text is never rendered as Markdown."""
+    """Return the beginning of a text for a table cell, as code, so that it is never rendered as Markdown."""
     line = re.sub(r"\s+", " ", text.replace("`", "'")).strip()
     line = line if len(line) <= CELL else line[: CELL - 1] + "…"
     return f"`{line}`".replace("|", r"\|")
@@ -60,12 +65,12 @@ def cell(text: str) -> str:
 
 def write_report(folder: RunFolder) -> None:
     """Write report.json, report.md and, if matplotlib is installed, the plots, from the log so far."""
-    begun = read_facts(folder)
-    if begun is None:  # deleted or damaged since the start; the next start of the run writes it again
+    facts = read_facts(folder)
+    if facts is None:  # deleted or damaged since the start; the next start of the run writes it again
         return
     entries = read_metrics(folder.metrics)
     plots = {"loss": plot_loss(entries, folder.plots["loss"]), "course": plot_course(entries, folder.plots["course"])}
-    _write(folder, begun | gather(folder) | {"plots": [name for name, drawn in plots.items() if drawn]}, None)
+    _write(folder, facts | gather(folder) | {"plots": [name for name, is_drawn in plots.items() if is_drawn]}, None)
 
 
 def _write(folder: RunFolder, facts: dict[str, Any], evaluation: dict[str, Any] | None) -> None:
@@ -78,19 +83,19 @@ def _write(folder: RunFolder, facts: dict[str, Any], evaluation: dict[str, Any] 
 def facts_of(folder: RunFolder) -> dict[str, Any] | None:
     """Return the facts behind report.md, or None if the page was edited, or written by an older version."""
     facts = read_facts(folder) or {}
-    written = facts.get("report_sha256")
-    is_edited = folder.report.is_file() and file_sha256(folder.report) != written
-    return None if written is None or is_edited else facts
+    digest = facts.get("report_sha256")
+    is_edited = folder.report.is_file() and file_sha256(folder.report) != digest
+    return None if digest is None or is_edited else facts
 
 
 def sections_of(page: str) -> dict[str, str]:
-    """Return the sections of a Markdown page by heading ("" above the first heading). Sections of the same name are joined.
-    For pages that people wrote. Headings inside code blocks are text, because a model may write anything."""
-    headings = [found for found in CODE_OR_HEADING.finditer(page) if found["heading"] is not None]
+    """Return the sections of a Markdown page by heading ("" above the first heading). Sections of the same name are
+    joined. For pages that people wrote. Headings inside code blocks are text, because a model may write anything."""
+    headings = [match for match in CODE_OR_HEADING.finditer(page) if match["heading"] is not None]
     sections = {"": [page[: headings[0].start() if headings else None]]}
-    for found, following in pairwise([*headings, None]):
-        text = page[found.end() : following and following.start()]
-        sections.setdefault(found["heading"].strip(), []).append(text)
+    for match, following in pairwise([*headings, None]):
+        text = page[match.end() : following and following.start()]
+        sections.setdefault(match["heading"].strip(), []).append(text)
     return {heading: "\n\n".join(part.strip() for part in parts) for heading, parts in sections.items()}
 
 
@@ -98,8 +103,8 @@ class TerminalPage(Markdown):
     """Markdown on a terminal, with tables that fold long names instead of truncating them."""
 
     class Table(TableElement):
-        def __rich_console__(self, *where: Any) -> RenderResult:
-            for table in super().__rich_console__(*where):
+        def __rich_console__(self, *arguments: Any) -> RenderResult:
+            for table in super().__rich_console__(*arguments):
                 for column in table.columns:
                     column.overflow = "fold"
                 yield table
@@ -112,7 +117,7 @@ def show_evaluation(results: dict[str, Any]) -> None:
 
 
 def evaluated_run(model: Path, folder: str) -> RunFolder | None:
-    """Return the run folder of `model`, or `folder` for a model without a run, to keep results in; None if they cannot be kept."""
+    """Return the folder to keep results in: the run of `model`, or `folder` for a model without a run, or None."""
     try:
         return RunFolder(run_of(model))
     except UserError:  # not kept: those of a damaged or newer run, of the Hub, or of someone else's folder
@@ -121,44 +126,45 @@ def evaluated_run(model: Path, folder: str) -> RunFolder | None:
 
 
 def keep_evaluation(results: dict[str, Any], run: RunFolder, store: TokenStore) -> None:
-    """Write the results into the folder of `evaluated_run`, and replace the earlier results in report.md. A page that was edited, or
-    written by an older version, is not changed. Raise a `UserError` if the folder has other files with the names of the results."""
+    """Write the results into the folder of `evaluated_run`, and replace the earlier results in report.md. A page that
+    was edited, or written by an older version, is not changed. Raise a `UserError` if the folder has other files with
+    the names of the results."""
     for row in results.get("panel", {}).get("rows", []):
         row["is_local"] = os.path.exists(row["name"])
     identity = {"weights_sha256": _hashes(Path(results["model"])), "tokens_sha256": store.metadata.identity}
     folder, picture = run.evaluation, run.evaluation / "panel.png"
     with disk_errors(folder, RESUMES):
-        before = _read(folder)
-        if not is_marked(folder, "evaluation") and "weights_sha256" not in before:  # an older version set no mark
+        earlier = _read(folder)
+        if not is_marked(folder, "evaluation") and "weights_sha256" not in earlier:  # an older version set no mark
             for name in EVALUATION:
                 refuse_replacing(folder / name)
         mark(folder, "evaluation")
-        is_same = identity.items() <= before.items()
+        is_same = identity.items() <= earlier.items()
         if "panel" in results or not is_same:
             picture.unlink(missing_ok=True)
         if "panel" in results:
             plot_panel(results["panel"]["rows"], picture)
-        if "tasks" in results and "tasks" in before and is_same:
+        if "tasks" in results and "tasks" in earlier and is_same:
             for name in ("configs", "results", "n-shot", "cut_requests"):
-                results["tasks"][name] = before["tasks"].get(name, {}) | results["tasks"][name]
-        content = {"format_version": EVALUATION_FORMAT} | (before if is_same else {}) | results | identity
+                results["tasks"][name] = earlier["tasks"].get(name, {}) | results["tasks"][name]
+        content = {"format_version": EVALUATION_FORMAT} | (earlier if is_same else {}) | results | identity
         write_atomic(folder / "evaluation.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-        found = evaluation_of(run, run.model)
+        evaluation = evaluation_of(run, run.model)
         if picture.is_file():
             content["picture"] = picture.name
-            found = found and found | {"picture": f"{folder.name}/{picture.name}"}
+            evaluation = evaluation and evaluation | {"picture": f"{folder.name}/{picture.name}"}
         write_atomic(folder / "evaluation.md", _page(content))
         facts = facts_of(run)
         if facts is not None and run.report.is_file():
-            _write(run, facts, found)
+            _write(run, facts, evaluation)
     print(f"Saved in {folder}.", file=sys.stderr)
     if facts is None and run.report.is_file():
         print(f"{run.report} was edited, or written by an older version; it is not changed.", file=sys.stderr)
 
 
 def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
-    """Return the results for exactly these weights, for a public page. `run` may be the folder of a model without a run.
-    They contain no paths of this machine and no training text."""
+    """Return the results for exactly these weights, for a public page. `run` may be the folder of a model without a
+    run. They contain no paths of this machine and no training text."""
     results = _read(run.evaluation)
     if results.get("weights_sha256") != _hashes(model):
         return None

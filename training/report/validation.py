@@ -18,39 +18,39 @@ from training.step.train_step import TrainStep
 
 class Validation:
     def __init__(self, run: Run, train_step: TrainStep, max_samples: int | None):
-        """Score `max_samples` windows before the last step, or all if None. After the last step, all windows are scored."""
+        """Score `max_samples` windows before the last step, or all if None, and all windows after the last step."""
         self.run, self.train_step, self.max_samples = run, train_step, max_samples
         if run.accelerator.is_main_process:
             parameters, data = train_step.model.num_parameters(), run.data.store.metadata
-            each = watts(device_name(run.accelerator.device))
-            together = None if each is None else each * run.accelerator.num_processes
-            begin_report(run.folder, run.plan.model, parameters, data, together)
+            watts_of_device = watts(device_name(run.accelerator.device))
+            total = None if watts_of_device is None else watts_of_device * run.accelerator.num_processes
+            begin_report(run.folder, run.plan.model, parameters, data, total)
 
     def validate(self, step: int, log: RunLog, stop: Callable[[], object]) -> None:
         """Score the model after `step` steps.
         If `stop` returns true, end early and write nothing. The resumed run starts with this validation."""
-        run, last = self.run, step == self.run.plan.max_steps
+        run, is_last = self.run, step == self.run.plan.max_steps
 
         def watch(share: float) -> object:
             log.show_progress("validating", share)
             return stop()
 
-        def score(most: int | None) -> dict[str, float] | None:
+        def score(limit: int | None) -> dict[str, float] | None:
             split = run.data.store.metadata.val
-            return evaluate(self.train_step.loss, run.data.val, split, run.plan.batches, run.accelerator, most, watch)
+            return evaluate(self.train_step.loss, run.data.val, split, run.plan.batches, run.accelerator, limit, watch)
 
-        metrics = score(None if last else self.max_samples)
+        metrics = score(None if is_last else self.max_samples)
         if metrics is None:
             return
         if not math.isfinite(loss := metrics["eval_loss"]):
             raise DivergenceError(f"The validation loss is {loss} after step {step:,}", step)
-        if last and self.max_samples is not None:
-            sampled = score(self.max_samples)
-            if sampled is None:
+        if is_last and self.max_samples is not None:
+            sampled_metrics = score(self.max_samples)
+            if sampled_metrics is None:
                 return
-            metrics["eval_sampled_loss"] = sampled["eval_loss"]
+            metrics["eval_sampled_loss"] = sampled_metrics["eval_loss"]
         log.log_evaluation(step, metrics)
-        self.write_samples(step, log, prints=last)
+        self.write_samples(step, log, prints=is_last)
         if run.accelerator.is_main_process:
             write_report(run.folder)
 

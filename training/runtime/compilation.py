@@ -1,7 +1,7 @@
 """Compilation with torch.compile: the decision for this machine, and the locks and files of its cache.
 
-Inductor lets the linker write directly into its cache. If the process is killed during that, the truncated file crashes every
-later run: an empty file with an error, a partial one with SIGBUS and no message. Such files are deleted.
+Inductor lets the linker write directly into its cache. If the process is killed during that, the truncated file crashes
+every later run: an empty file with an error, a partial one with SIGBUS and no message. Such files are deleted.
 """
 
 import importlib.util
@@ -31,23 +31,23 @@ LINKING = 5.0  # a file without a write for this many seconds is not being linke
 ELF = struct.Struct("<16s2HI3QI6H")  # header of a 64-bit file
 
 
-def decide_compilation(asked: str, mode: str | None, notes: list[str]) -> bool:
+def decide_compilation(choice: str, mode: str | None, notes: list[str]) -> bool:
     """Return whether to compile. With `auto`, add the reason for not compiling to `notes`."""
     modes = list(torch._inductor.list_mode_options())
     if mode is not None and mode not in modes:
         raise UserError(f"torch_compile_mode is {mode!r}; it must be one of {', '.join(modes)}.")
-    if asked.lower() not in ("auto", "true", "false"):
-        raise UserError(f"torch_compile is {asked!r}; it must be true, false or auto.")
-    asked = asked.lower()
-    if asked == "auto" and os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
-        asked = "true"
-    missing = _missing_to_compile()
-    if missing and asked == "true":
-        raise UserError(f"torch_compile is true, but it cannot work here: {missing} Or leave torch_compile at auto.")
-    if missing and asked == "auto":
-        notes.append(f"torch.compile is off, which makes steps slower: {missing}")
+    if choice.lower() not in ("auto", "true", "false"):
+        raise UserError(f"torch_compile is {choice!r}; it must be true, false or auto.")
+    choice = choice.lower()
+    if choice == "auto" and os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
+        choice = "true"
+    problem = _missing_to_compile()
+    if problem and choice == "true":
+        raise UserError(f"torch_compile is true, but it cannot work here: {problem} Or leave torch_compile at auto.")
+    if problem and choice == "auto":
+        notes.append(f"torch.compile is off, which makes steps slower: {problem}")
     is_proven = not torch.backends.mps.is_available()  # compilation for Apple GPUs is still a prototype
-    return asked == "true" or (asked == "auto" and not missing and is_proven)
+    return choice == "true" or (choice == "auto" and not problem and is_proven)
 
 
 def _missing_to_compile() -> str:
@@ -57,16 +57,16 @@ def _missing_to_compile() -> str:
     def found(variable: str, *names: str) -> bool:
         return any(shutil.which(name) for name in (os.environ.get(variable, ""), *names))
 
-    missing = []
+    packages = []
     if not found("CXX", "g++", "clang++"):
-        missing.append(("a C++ compiler (g++ or clang++)", "g++"))
+        packages.append(("a C++ compiler (g++ or clang++)", "g++"))
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        missing.append(("Python's headers (Python.h)", "python3-dev"))
+        packages.append(("Python's headers (Python.h)", "python3-dev"))
     if torch.cuda.is_available() and not found("CC", "gcc", "clang"):
-        missing.append(("a C compiler (gcc or clang)", "gcc"))
+        packages.append(("a C compiler (gcc or clang)", "gcc"))
     parts = []
-    if missing:
-        names, packages = (", ".join(column) for column in zip(*missing, strict=True))
+    if packages:
+        names, packages = (", ".join(column) for column in zip(*packages, strict=True))
         parts.append(f"{names} not found; on Debian and Ubuntu: apt install {packages.replace(',', '')}.")
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
         parts.append("Triton is not installed (pip install triton).")
@@ -74,9 +74,9 @@ def _missing_to_compile() -> str:
 
 
 def prepare_cache() -> None:
-    """Prepare Inductor's cache for this process. After a restart that a lock has caused, it is a folder of this run alone."""
-    if own := restarted().get("compiler_cache"):
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = own
+    """Prepare Inductor's cache for this process. After a restart because of a lock, it is a folder of this run."""
+    if folder := restarted().get("compiler_cache"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     _filelock.FileLock.acquire = _acquire
     remove_incomplete_libraries()
 
@@ -89,7 +89,8 @@ def _acquire(lock: FileLock) -> object:
     if holder := _holder(lock.lock_file):
         say(
             f"Compiling waits for {lock.lock_file}, which {holder} holds. Continue or end that process, or set "
-            f"TORCHINDUCTOR_CACHE_DIR to another folder and run this command again. After {limit:g} s, the run does that by itself."
+            f"TORCHINDUCTOR_CACHE_DIR to another folder and run this command again. After {limit:g} s, the run does "
+            "that by itself."
         )
     return FileLock.acquire(lock, limit)
 
@@ -109,17 +110,17 @@ def _holder(lock: str) -> str:
 def remove_incomplete_libraries(cache: Path | None = None) -> None:
     """Delete the shared libraries in Inductor's cache that are incomplete and that no process is writing."""
     libraries = Path(cache or cache_dir()).rglob("*.so")
-    found = {path: path.stat().st_mtime_ns for path in libraries if not is_complete(path)}
-    if found:
+    candidates = {path: path.stat().st_mtime_ns for path in libraries if not is_complete(path)}
+    if candidates:
         time.sleep(LINKING)
-    for path, mtime in found.items():
+    for path, mtime in candidates.items():
         with suppress(FileNotFoundError):  # deleted by another process of the run
             if path.stat().st_mtime_ns == mtime:
                 path.unlink()
 
 
 def is_complete(library: Path) -> bool:
-    """Return whether a shared library has its last part, the section table. Always true for formats other than 64-bit ELF."""
+    """Return whether a shared library has its last part, the section table. Formats other than 64-bit ELF do."""
     size = library.stat().st_size
     with library.open("rb") as file:
         header = file.read(ELF.size)

@@ -20,7 +20,7 @@ def printer(accelerator: Accelerator) -> Callable[[str], None]:
 
 
 def say(text: str, through: Callable[[str], object] = AT_ONCE) -> None:
-    """Print a message, wrapped to the terminal width. A closed output (a terminal, a pipe into `tee`) does not end the run."""
+    """Print a message, wrapped to the terminal width. A closed output (terminal or pipe) does not end the run."""
     try:
         is_shown = sys.stdout is not None and sys.stdout.isatty()  # stdout is None if it is closed
         through(wrapped(text, shutil.get_terminal_size().columns) if is_shown else text)
@@ -29,7 +29,7 @@ def say(text: str, through: Callable[[str], object] = AT_ONCE) -> None:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Wrap lines at words, aligned after a label (`Memory:  `). Commands, indented by two spaces, stay on one line for copying."""
+    """Wrap lines at words, aligned after a label (`Memory:  `). Commands, indented by two spaces, stay whole."""
     lines = []
     for line in text.split("\n"):
         if len(line) <= width or re.match(r"  \S", line):

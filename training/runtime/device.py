@@ -23,7 +23,7 @@ from training.runtime.hardware import device_name, peak_flops
 from training.runtime.launcher import is_alone_by_mistake
 
 _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # parameters of glibc's mallopt
-# Lowest compute capability of PyTorch's builds for CUDA 13. Torch 2.14 is the last with builds for CUDA 12.6 (pytorch#190385).
+# Lowest compute capability of PyTorch's builds for CUDA 13. Torch 2.14 is the last for CUDA 12.6 (pytorch#190385).
 OLDEST_CAPABILITY = (7, 5)
 LONGEST_EAGER = 512  # tokens of context up to which a CPU uses eager attention
 
@@ -71,7 +71,7 @@ class Setup:
 
     @property
     def compile_settings(self) -> dict[str, Any] | None:
-        """Arguments of `torch.compile`, or None if not compiled. One graph includes the loss. All batches have the same shape."""
+        """Arguments of `torch.compile`, or None if not compiled. One graph with the loss; one shape of batches."""
         if not self.torch_compile:
             return None
         return {"backend": "inductor", "mode": self.torch_compile_mode, "fullgraph": True, "dynamic": False}
@@ -87,24 +87,26 @@ class Setup:
 
 
 def decide(arguments: DeviceArguments, context: int, mask_documents: bool = False) -> Setup:
-    """Decide the setup for this machine. Raise a `UserError` with all unsupported settings, one per line. `context`: in tokens."""
-    found, notes = Problems(), []
-    found.add_of(_check_kernels, [])
+    """Decide the setup for this machine and a context in tokens. Raise a `UserError` with all unsupported settings."""
+    problems, notes = Problems(), []
+    problems.add_of(_check_kernels, [])
     if is_alone_by_mistake():
-        found.add(
-            "accelerate launch was asked for several processes but started one, because of --cpu or because there are fewer "
-            "GPUs than processes; add --config_file launch/two_cpu_processes.yaml, or launch/one_node.yaml for GPUs."
+        problems.add(
+            "accelerate launch was asked for several processes but started one, because of --cpu or because there "
+            "are fewer GPUs than processes; add --config_file launch/two_cpu_processes.yaml, or launch/one_node.yaml "
+            "for GPUs."
         )
-    precision = found.add_of(_precision, [arguments.mixed_precision])
+    precision = problems.add_of(_precision, [arguments.mixed_precision])
     if arguments.bf16_residual and precision not in ("bf16", None):
-        found.add(f"bf16_residual needs mixed_precision bf16, but it is {precision}; leave out one of the two.")
-    attention = found.add_of(_attention, [arguments.attn_implementation, precision, context])
-    compiled = found.add_of(decide_compilation, [arguments.torch_compile, arguments.torch_compile_mode, notes])
+        problems.add(f"bf16_residual needs mixed_precision bf16, but it is {precision}; leave out one of the two.")
+    attention = problems.add_of(_attention, [arguments.attn_implementation, precision, context])
+    compiles = problems.add_of(decide_compilation, [arguments.torch_compile, arguments.torch_compile_mode, notes])
     # cuDNN's backward pass with a mask produced NaN at these lengths, so every step would be skipped.
     cudnn_attention = not (mask_documents and context % 128 == 64)
     if torch.cuda.is_available() and not cudnn_attention:
         notes.append(
-            f"Attention does not use cuDNN: with mask_documents and context {context}, its gradients can be NaN (at 64, 192, 320 ...)."
+            f"Attention does not use cuDNN: with mask_documents and context {context}, its gradients can be NaN (at "
+            "64, 192, 320 ...)."
         )
     if shutil.which("nvidia-smi") and torch.version.cuda is None:
         notes.append(
@@ -113,11 +115,11 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if accumulation != "1":
         notes.append(f"The launcher's gradient_accumulation_steps {accumulation} is ignored: tokens_per_step sets it.")
-    sharding = found.add_of(sharding_asked, [notes])
-    found.refuse()
-    kept = ("torch_compile_mode", "full_determinism", "gradient_checkpointing", "bf16_residual")
-    more = {name: getattr(arguments, name) for name in kept} | {"mask_documents": mask_documents}
-    return Setup(precision, compiled, attention, tuple(notes), sharding, cudnn_attention=cudnn_attention, **more)
+    sharding = problems.add_of(sharding_asked, [notes])
+    problems.refuse()
+    names = ("torch_compile_mode", "full_determinism", "gradient_checkpointing", "bf16_residual")
+    fields = {name: getattr(arguments, name) for name in names} | {"mask_documents": mask_documents}
+    return Setup(precision, compiles, attention, tuple(notes), sharding, cudnn_attention=cudnn_attention, **fields)
 
 
 def _check_kernels() -> None:
@@ -130,11 +132,11 @@ def _check_kernels() -> None:
 
 def has_kernels(built_for: list[str], capability: tuple[int, int]) -> bool:
     """Return whether a device can run code built for targets such as `sm_90` or `compute_90`.
-    Binaries (sm_) run on later devices of the same major version; compute_ targets are compiled on load for any later device."""
-    built = re.findall(r"(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built_for))
+    Binaries (sm_) run on later devices of the major version; compute_ targets are compiled for any later device."""
+    targets = re.findall(r"(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built_for))
     return any(
         (int(major), int(minor)) <= capability and (kind == "compute" or int(major) == capability[0])
-        for kind, major, minor in built
+        for kind, major, minor in targets
     )
 
 
@@ -146,18 +148,18 @@ def without_kernels(name: str, capability: tuple[int, int], build: str) -> str:
     return f"{build} has no kernels for {name} (compute capability {'.'.join(map(str, capability))}): {remedy}."
 
 
-def _precision(asked: str) -> str:
+def _precision(choice: str) -> str:
     has_gpu = torch.cuda.is_available()
     has_bf16 = has_gpu and computes_bf16()
-    if asked == "auto":  # the launcher also exports `no` if the user set nothing
-        asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "auto")
-    if asked == "fp16" and not has_gpu:
+    if choice == "auto":  # the launcher also exports `no` if the user set nothing
+        choice = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "auto")
+    if choice == "fp16" and not has_gpu:
         raise UserError("mixed_precision is fp16, which needs a GPU, and none was found; use bf16, no or auto.")
-    if asked == "bf16" and has_gpu and not has_bf16:
+    if choice == "bf16" and has_gpu and not has_bf16:
         gpu = torch.cuda.get_device_name()
         raise UserError(f"mixed_precision is bf16, which {gpu} does not support; use fp16 or auto.")
-    if asked != "auto":
-        return asked
+    if choice != "auto":
+        return choice
     if has_gpu:
         return "bf16" if has_bf16 else "fp16"
     return "bf16" if computes_bf16() and not torch.backends.mps.is_available() else "no"
@@ -170,25 +172,25 @@ def computes_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def _attention(asked: str, precision: str | None, context: int) -> str:
-    known = ["auto", "eager", *(key for key in ALL_ATTENTION_FUNCTIONS.valid_keys() if "paged" not in key)]
-    if asked not in known:
-        raise UserError(f"attn_implementation is {asked!r}; it must be one of {', '.join(known)}.")
-    if asked.startswith("flash_attention") and not torch.cuda.is_available():
-        raise UserError(f"attn_implementation is {asked}, which needs an NVIDIA GPU; use sdpa.")
-    if asked == "flash_attention_2" and not is_flash_attn_2_available():
+def _attention(choice: str, precision: str | None, context: int) -> str:
+    names = ["auto", "eager", *(key for key in ALL_ATTENTION_FUNCTIONS.valid_keys() if "paged" not in key)]
+    if choice not in names:
+        raise UserError(f"attn_implementation is {choice!r}; it must be one of {', '.join(names)}.")
+    if choice.startswith("flash_attention") and not torch.cuda.is_available():
+        raise UserError(f"attn_implementation is {choice}, which needs an NVIDIA GPU; use sdpa.")
+    if choice == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError(
             "attn_implementation is flash_attention_2, which is not installed: pip install flash-attn, or use sdpa."
         )
-    # PyTorch's CPU kernel is slower than bf16 matrix products until the context x context scores outgrow the caches; see
-    # docs/log.md for the measurement.
+    # PyTorch's CPU kernel is slower than bf16 matrix products until the context x context scores outgrow the caches;
+    # see docs/log.md for the measurement.
     is_faster = not torch.accelerator.is_available() and precision == "bf16" and context <= LONGEST_EAGER
-    return asked if asked != "auto" else "eager" if is_faster else "sdpa"
+    return choice if choice != "auto" else "eager" if is_faster else "sdpa"
 
 
 def use_deterministic_kernels() -> None:
-    """Make PyTorch use kernels with a fixed order of additions. These are flash instead of cuDNN attention, one split of keys
-    in memory-efficient attention, and a fixed cuBLAS workspace. An operation without such a kernel raises an error."""
+    """Make PyTorch use kernels with a fixed order of additions. These are flash instead of cuDNN attention, one split
+    of keys in memory-efficient attention, and a fixed cuBLAS workspace. Other operations raise an error."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory before writing it
@@ -196,7 +198,8 @@ def use_deterministic_kernels() -> None:
 
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory, because each step on a CPU frees memory that the next step allocates again.
-    By default, glibc returns large blocks to the system, which must find and clear every page again: a third of a step's time."""
+    By default, glibc returns large blocks to the system, which must clear every page again: a third of a step's
+    time."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):
         libc.mallopt(_MMAP_MAX, 0)
@@ -204,35 +207,36 @@ def keep_freed_memory() -> None:
 
 
 def memory_of_others() -> str:
-    """Return a message if other processes use the GPU's memory, or an empty string if they use less than a tenth of it."""
+    """Return a message if other processes use a tenth of the GPU's memory or more, otherwise an empty string."""
     if not torch.cuda.is_available():
         return ""
     free, total = torch.cuda.mem_get_info()
-    others = total - free - torch.cuda.memory_reserved()
-    if others < total / 10:  # includes about 0.5 GB of CUDA itself
+    n_bytes = total - free - torch.cuda.memory_reserved()
+    if n_bytes < total / 10:  # includes about 0.5 GB of CUDA itself
         return ""
     return (
-        f"{others / 1e9:.0f} of {total / 1e9:.0f} GB of the GPU are in use by other processes (nvidia-smi lists them): stop them, or "
-        f"choose another GPU with CUDA_VISIBLE_DEVICES"
+        f"{n_bytes / 1e9:.0f} of {total / 1e9:.0f} GB of the GPU are in use by other processes (nvidia-smi lists "
+        "them): stop them, or choose another GPU with CUDA_VISIBLE_DEVICES"
     )
 
 
 def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig) -> str:
-    """Describe the setup in one line: `CPU (2 threads), fp32, compiled, 1 process, attention: sdpa (flash)`. A GPU adds its peak."""
+    """Describe the setup: `CPU (2 threads), fp32, compiled, 1 process, attention: sdpa (flash)`. A GPU adds its
+    peak."""
     if accelerator.device.type == "cuda":
         peak = peak_flops(device_name(accelerator.device), setup.mixed_precision)
         best = "MFU unknown" if peak is None else f"{peak / 1e12:g} TFLOP/s"
-        where = f"{device_name(accelerator.device)} ({best})"
+        device = f"{device_name(accelerator.device)} ({best})"
     else:
-        where = f"{accelerator.device.type.upper()} ({counted(torch.get_num_threads(), 'thread')})"
+        device = f"{accelerator.device.type.upper()} ({counted(torch.get_num_threads(), 'thread')})"
     precision = {"no": "fp32"}.get(setup.mixed_precision, setup.mixed_precision)
-    compiled = "compiled" if setup.torch_compile else "not compiled"
+    compilation = "compiled" if setup.torch_compile else "not compiled"
     processes = counted(accelerator.num_processes, "process", "processes")
-    shared = ", model and optimizer sharded" if setup.shards(accelerator) else ""
+    sharding = ", model and optimizer sharded" if setup.shards(accelerator) else ""
     attention = setup.attn_implementation
     if attention == "sdpa" and accelerator.device.type in ("cpu", "cuda"):
         attention += f" ({kernel_of_sdpa(accelerator.device, setup, model)})"
-    return f"{where}, {precision}, {compiled}, {processes}{shared}, attention: {attention}"
+    return f"{device}, {precision}, {compilation}, {processes}{sharding}, attention: {attention}"
 
 
 def kernel_of_sdpa(device: torch.device, setup: Setup, model: GPT2ScratchConfig) -> str:

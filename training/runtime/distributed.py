@@ -26,7 +26,7 @@ _waits = False
 
 
 def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[distributed.Store, int, int]]:
-    """Rendezvous like `env://`, with a new key prefix per restart because the launcher's store keeps addresses of old processes."""
+    """Rendezvous like `env://`, with a key prefix per restart: the launcher's store keeps old addresses."""
     store, rank, processes = next(distributed.rendezvous("env://", timeout=timeout))
     yield distributed.PrefixStore(f"restart_{restarted().get('restarts', 0)}", store), rank, processes
 
@@ -35,8 +35,8 @@ distributed.register_rendezvous_handler(MEETING.removesuffix("://"), _meet)
 
 
 def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str, ddp_timeout: int) -> Accelerator:
-    """Start Accelerate. Raise a `UserError` if the environment requests more processes than it created, or if they cannot
-    connect. `ddp_timeout`: seconds that a process waits for the others."""
+    """Start Accelerate. Raise a `UserError` if the environment requests more processes than it created, or if they
+    cannot connect. `ddp_timeout`: seconds that a process waits for the others."""
     torch.set_float32_matmul_precision("high")  # TF32 for fp32 matrix products on a GPU
     if setup.full_determinism:
         use_deterministic_kernels()
@@ -52,7 +52,7 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
     ]
     try:
         accelerator = Accelerator(
-            # By default, Accelerate does not connect launched processes on a machine without a GPU: each would train alone.
+            # By default, Accelerate does not connect launched processes without a GPU: each would train alone.
             cpu="LOCAL_RANK" in os.environ and not torch.accelerator.is_available(),
             mixed_precision=setup.mixed_precision,
             dynamo_plugin=TorchDynamoPlugin(backend="no"),  # step.py compiles, even if the launcher exports a backend
@@ -62,13 +62,15 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
         )
     except distributed.DistError as error:
         raise UserError(
-            f"The processes of the job did not connect within {ddp_timeout} s (ddp_timeout): {str(error).splitlines()[0]}"
+            f"The processes of the job did not connect within {ddp_timeout} s (ddp_timeout): "
+            f"{str(error).splitlines()[0]}"
         ) from error
-    asked = int(os.environ.get("WORLD_SIZE", 1))
-    if asked != accelerator.num_processes:
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size != accelerator.num_processes:
         raise UserError(
-            f"The environment requests {asked} processes (WORLD_SIZE), but Accelerate sees {accelerator.num_processes}; "
-            f"start them with accelerate launch, on CPU with --config_file launch/two_cpu_processes.yaml."
+            f"The environment requests {world_size} processes (WORLD_SIZE), but Accelerate sees "
+            f"{accelerator.num_processes}; start them with accelerate launch, on CPU with --config_file "
+            "launch/two_cpu_processes.yaml."
         )
     return accelerator
 
@@ -76,8 +78,8 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
 def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
     """Call `find` on the main process and return its result, which can be pickled, on every process.
     An error of the main process is raised as a `UserError` on the others.
-    The others wait without `ddp_timeout`, in a separate group, because the main process may wait for a disk. If it dies or
-    freezes meanwhile, the watchdog stops all. The group's store cannot be used: it ends with the launcher."""
+    The others wait without `ddp_timeout`, in a separate group, because the main process may wait for a disk. If it dies
+    or freezes meanwhile, the watchdog stops all. The group's store cannot be used: it ends with the launcher."""
     global _waits  # noqa: PLW0603
     if accelerator.num_processes == 1:
         return find()
@@ -94,12 +96,12 @@ def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
         _waits = False
     if failure is not None:
         raise failure
-    found, problem = answer
+    result, problem = answer
     if problem is not None:
         error = UserError(problem)
         error.is_reported = True
         raise error
-    return found
+    return result
 
 
 def waits_for_main() -> bool:
@@ -114,18 +116,18 @@ def _patient_group() -> distributed.ProcessGroup:
 
 def check_same_command(settings: dict[str, Any]) -> None:
     """Raise a `UserError` if the processes of the group have different settings."""
-    first, *others = gather_object([settings])
-    if different := [rank for rank, other in enumerate(others, start=1) if other != first]:
+    first, *settings_of_ranks = gather_object([settings])
+    if different := [rank for rank, values in enumerate(settings_of_ranks, start=1) if values != first]:
         raise UserError(
-            f"Rank {different[0]} has other settings than rank 0: run the same command on all machines, and stop processes of "
-            f"earlier runs that are still running."
+            f"Rank {different[0]} has other settings than rank 0: run the same command on all machines, and stop "
+            "processes of earlier runs that are still running."
         )
 
 
 def stop_accelerator(accelerator: Accelerator) -> None:
     """Close the trackers and the process group.
-    Gloo's thread needs the interpreter lock to free the tensors of the last collective. If the main thread destroys the group
-    at that moment, it holds the lock and waits for the thread: a deadlock. The short sleep lets the thread finish."""
+    Gloo's thread needs the interpreter lock to free the tensors of the last collective. If the main thread destroys the
+    group at that moment, it holds the lock and waits for the thread: a deadlock. The sleep lets the thread finish."""
     # All processes wait, so that slow trackers finish sending before the launcher kills remaining processes.
     on_main(accelerator, lambda: [tracker.finish() for tracker in accelerator.trackers])
     accelerator.trackers = []

@@ -16,7 +16,7 @@ class Sharding:
 
 
 def sharding_asked(notes: list[str]) -> Sharding | None:
-    """Return the sharding settings in the environment, or None. Add unused settings to `notes`. Raise a `UserError` for FSDP1."""
+    """Return the sharding settings in the environment, if any. Add unused ones to `notes`. Refuse FSDP1."""
     if not _is_set(ASKED):
         return None
     version = os.environ.get("FSDP_VERSION", "1")
@@ -34,5 +34,5 @@ def _is_set(name: str) -> bool:
 
 
 def keep_accelerate_from_sharding() -> None:
-    """Clear the launcher's variable after it was read. Transformers also reads it and would load weights in only one process."""
+    """Clear the launcher's variable after it was read: Transformers would load weights in only one process."""
     os.environ[ASKED] = "false"

@@ -12,7 +12,7 @@ from training.runtime.launcher import LAUNCHER, PARENT
 
 FACTS = "GPT2SCRATCH_RESTART"
 SHOW_CURSOR = b"\x1b[?25h\n"
-# As set by the launcher. Accelerate and others change os.environ, which a fresh process would mistake for the user's choice.
+# As set by the launcher. Others change os.environ, which a fresh process would mistake for the user's choice.
 _ENVIRONMENT = dict(os.environ)
 
 
@@ -47,22 +47,22 @@ def restarted() -> dict[str, Any]:
 def execute(restart: Restart) -> NoReturn:
     """Replace this process with a fresh one of the same command, from any thread, even if other threads hang."""
     show_cursor()
-    # Descriptors are marked to close at exec, not closed now: a library's thread would abort if it found its socket closed.
+    # Descriptors are marked to close at exec, not closed now: a library's thread would abort without its socket.
     for descriptor in map(int, os.listdir("/dev/fd")):
         if descriptor > 2:
             with suppress(OSError):  # the descriptor of the listing itself is already closed
                 os.set_inheritable(descriptor, False)
     # Blocked signals are inherited (handlers are not): if SIGTERM stayed blocked, it could not end the fresh process.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    known = restarted()
-    facts = {**known, **restart.facts, "because": str(restart), "restarts": known.get("restarts", 0) + 1}
+    earlier = restarted()
+    facts = {**earlier, **restart.facts, "because": str(restart), "restarts": earlier.get("restarts", 0) + 1}
     environment = {**_ENVIRONMENT, LAUNCHER: str(PARENT), FACTS: json.dumps(facts)}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 
 
 def show_cursor() -> None:
-    """Show the cursor hidden by a progress bar, before a thread other than the main one ends or replaces the process. Bypass
-    Python's buffers, whose lock a main thread that hangs in a print holds. All messages of a run are flushed when printed."""
+    """Show the cursor hidden by a progress bar, before a thread other than the main one ends or replaces the process.
+    Bypass Python's buffers, whose lock a main thread that hangs in a print holds. All messages of a run are flushed."""
     for descriptor in (1, 2):
         if os.isatty(descriptor):
             with suppress(OSError):

@@ -22,11 +22,12 @@ def _is_asked_for() -> bool:
     return number not in ("", "1") or bool(number and is_chosen)
 
 
-# Otherwise torch might choose another number and round differently. It is set here, not later in torch, because then a step of
-# two threads takes a fifth longer (docs/log.md).
+# Otherwise torch might choose another number and round differently. It is set here, not later in torch, because then a
+# step of two threads takes a fifth longer (docs/log.md).
 if not _is_asked_for():
     os.environ["OMP_NUM_THREADS"] = str(max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-# Threads wait for each other in every step. By default they spin for milliseconds, and a step takes several times longer if another
-# process uses a core. This is libgomp's own value for more threads than cores; it costs 3% if the cores are free (docs/log.md).
+# Threads wait for each other in every step. By default they spin for milliseconds, and a step takes several times
+# longer if another process uses a core. This is libgomp's own value for more threads than cores; it costs 3% if the
+# cores are free (docs/log.md).
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
