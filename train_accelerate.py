@@ -72,7 +72,7 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
 
         gc.freeze()  # excludes everything so far from garbage collection, which would pause a step for half a second
 
-        # Train: step, log, save, validate. Saving comes first, so that a failed validation does not lose the steps before it.
+        # Train: step, log, save, validate. Saving comes first, so that a failed validation loses no step before it.
         with (
             Saver(run.folder, train_step, data.store, data.tokenizer, config.checkpoints_kept, run.backup) as saver,
             RunLog(run, batches, forecast.evaluation_share, config.cost.hourly_price) as log,
@@ -89,23 +89,23 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
                 step_loss, grad_norm = train_step(step, rate_factor)
                 guard.health.add(step_loss, grad_norm)
                 log.count(step_loss)
-                done = step + 1
-                logs = plan.is_due("steps", config.logging.logging_steps, done)
-                saves = plan.is_due(config.checkpoint.save_strategy, config.checkpoint.save_steps, done)
-                validates = plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, done)
-                profiler.after(done, saves or validates)
+                count = step + 1
+                logs = plan.is_due("steps", config.logging.logging_steps, count)
+                saves = plan.is_due(config.checkpoint.save_strategy, config.checkpoint.save_steps, count)
+                validates = plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, count)
+                profiler.after(count, saves or validates)
                 if logs or saves or validates:
                     with log.waiting():  # the only place that waits for the device
-                        guard.read_losses(done, saver)
+                        guard.read_losses(count, saver)
                 if logs:
-                    log.log(done, rate_factor * config.optim.learning_rate, guard.health.take_reading())
+                    log.log(count, rate_factor * config.optim.learning_rate, guard.health.take_reading())
                 with log.pause():
                     if saves:
-                        guard.save(done, saver)
+                        guard.save(count, saver)
                     if validates:
-                        validation.validate(done, log, guard.stopper.agreed)
+                        validation.validate(count, log, guard.stopper.agreed)
                 if logs:
-                    pacer.correct(done, log)
+                    pacer.correct(count, log)
     print_end(run, guard.step, guard.reason)
     return guard.exit_code
 

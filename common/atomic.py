@@ -17,11 +17,11 @@ PIECE_BYTES = 1 << 20
 
 def write_atomic(path: Path, text: str) -> None:
     """Write a text file, force it to disk, and rename it into place."""
-    unfinished = path.with_name(path.name + ".tmp")
-    with unfinished.open("wb") as file:
+    draft = path.with_name(path.name + ".tmp")
+    with draft.open("wb") as file:
         file.write(text.encode(errors="backslashreplace"))  # file names may not be UTF-8
         fsync(file)
-    os.replace(unfinished, path)
+    os.replace(draft, path)
 
 
 def fsync(file: BinaryIO) -> None:
@@ -51,7 +51,7 @@ def _where_possible() -> Iterator[None]:
 
 
 def set_default_permissions(folder: Path) -> None:
-    """Give every file in a folder the user's default permissions: safetensors writes files that only their owner can read."""
+    """Give every file in a folder the user's default permissions. Only the owner can read safetensors' files."""
     umask = os.umask(0)
     os.umask(umask)
     for path in folder.rglob("*"):
@@ -74,29 +74,29 @@ def copy_file(source: Path, target: Path) -> str:
             digest.update(piece)
             size += writer.write(piece)
         fsync(writer)
-    if (written := target.stat().st_size) != size:
-        raise OSError(f"{target} has {written:,} bytes after {size:,} were written")
+    if (length := target.stat().st_size) != size:
+        raise OSError(f"{target} has {length:,} bytes after {size:,} were written")
     return digest.hexdigest()
 
 
 @contextmanager
 def unfinished_path(path: Path, suffix: str = ".unfinished", known: Iterable[str] = ()) -> Iterator[Path]:
-    """Yield a temporary name next to `path` for unfinished work. It is renamed to `path` on success and deleted on failure.
-    `known`: for a folder, patterns of the names of its files (see `discard`); the folder is created."""
-    unfinished = path.with_name(f".{path.name}{suffix}")
-    discard(unfinished, known)
+    """Yield a temporary name next to `path` for unfinished work. It is renamed to `path` on success and deleted on
+    failure. `known`: for a folder, patterns of the names of its files (see `discard`); the folder is created."""
+    draft = path.with_name(f".{path.name}{suffix}")
+    discard(draft, known)
     try:
         if known:
-            unfinished.mkdir()  # no parents: if a drive is unmounted, they would be created on the local disk
-        yield unfinished
-        for part in (*unfinished.glob("*/"), unfinished):
+            draft.mkdir()  # no parents: if a drive is unmounted, they would be created on the local disk
+        yield draft
+        for part in (*draft.glob("*/"), draft):
             fsync_path(part)
         if known:
-            discard(path, known, replacement=unfinished)
+            discard(path, known, replacement=draft)
         else:
-            os.replace(unfinished, path)  # refuses to replace a folder
+            os.replace(draft, path)  # refuses to replace a folder
         fsync_path(path.parent)
     except BaseException:
         with suppress(OSError):  # the first failure is the one to report
-            discard(unfinished, known)
+            discard(draft, known)
         raise

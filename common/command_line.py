@@ -9,13 +9,13 @@ import signal
 import sys
 import textwrap
 import time
-from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError
-from collections.abc import Callable, Iterable
+from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -25,202 +25,204 @@ from common.settings_file import read_yaml
 
 REPORT_SECONDS = 10.0  # time for which other processes of a job wait while one reports a shared problem
 HELP = frozenset({"-h", "--help", "--help_all"})
-SWITCHED_ON, SWITCHED_OFF = {"true", "yes", "t", "y", "1"}, {"false", "no", "f", "n", "0"}
-LONGEST_ERROR = 400  # maximum characters of an argparse message, which quotes the input
+SWITCH = dict.fromkeys(("true", "yes", "t", "y", "1"), True) | dict.fromkeys(("false", "no", "f", "n", "0"), False)
+LONGEST_ERROR = 400  # maximum characters of a reason, which quotes the input
 # Options of `accelerate launch`, which does not read them after the name of the script.
 OF_LAUNCHER = set("num_processes num_machines machine_rank main_process_ip main_process_port multi_gpu gpu_ids".split())
-# Three ways to set the length of a run. A flag for one of them clears all three in the file.
-EXCLUSIVE = frozenset({"max_steps", "num_train_epochs", "max_train_tokens"})
 
 
-class FlagParser(ArgumentParser):
-    """Parser over dataclasses with the flags of Transformers' `HfArgumentParser`, whose import takes 0.6 s. Flag names must be
-    whole, and errors are one sentence."""
+class CommandLine(NamedTuple):
+    """Values of a command by the name of their setting."""
+
+    flags: dict[str, Any]
+    file: dict[str, Any]
+    path: Path | None  # of the file
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return self.file | self.flags
+
+
+class FlagParser:
+    """Parser over dataclasses with the flags of Transformers' `HfArgumentParser`, whose import takes 0.6 s. Flag names
+    must be whole. argparse stops at the first error, so it gets each flag alone, and each setting of a file as a
+    flag."""
 
     def __init__(
         self, kinds: Iterable[type], description: str, positional: str | None = None, main: tuple[str, ...] = ()
     ):
         """Add a flag for each field of the dataclasses.
-        `positional` names the field that a first argument without a flag sets. `main` lists the flags that `--help` explains
-        when there are too many to explain all of them."""
-        super().__init__(allow_abbrev=False, add_help=False, description=description)
-        self.kinds = tuple(kinds)
-        self.positional = positional
-        self.main = main
+        `positional` names the field that a first argument without a flag sets. `main` lists the flags that `--help`
+        explains when there are too many to explain all of them."""
+        self.kinds, self.description, self.positional, self.main = tuple(kinds), description, positional, main
         self.limits = {field.name: field.metadata for kind in self.kinds for field in fields(kind)}
-        self.add_argument("--config", metavar="FILE.yaml", help="A YAML file of settings; flags override it.")
+        self.hints = {name: hint for kind in self.kinds for name, hint in get_type_hints(kind).items()}
+        self.parser = ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+        text = "A YAML file of settings; flags override it."
+        self.actions = {"config": self.parser.add_argument("--config", metavar="FILE.yaml", help=text)}
         for kind in self.kinds:
-            hints = get_type_hints(kind)
-            for field in fields(kind):
-                self._add_flag(field, hints[field.name])
+            self.actions |= {field.name: self._add_flag(field, self.hints[field.name]) for field in fields(kind)}
 
-    def _add_flag(self, field: Field, hint: Any) -> None:
-        """Add the flag of a field: `--name` and `--na-me`, and for a switch that is on by default `--no_name`."""
+    def _add_flag(self, field: Field, hint: Any) -> Action:
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        options = {"default": default, **{key: field.metadata[key] for key in field.metadata if key not in limits.KEYS}}
-        if type(None) in get_args(hint):
-            hint = get_args(hint)[0]
-        if hint is bool:
+        kind = get_args(hint)[0] if type(None) in get_args(hint) else hint
+        options = {name: field.metadata[name] for name in ("help", "choices") if name in field.metadata}
+        if kind is bool:
             options |= {"nargs": "?", "const": True, "type": _switch}
-        elif get_origin(hint) is Literal:
-            options["choices"] = get_args(hint)
-        elif get_origin(hint) is list:
-            options |= {"nargs": "+", "type": get_args(hint)[0]}
+        elif get_origin(kind) is Literal:
+            options["choices"] = get_args(kind)
+        elif get_origin(kind) is list:
+            options |= {"action": "extend", "nargs": "+", "type": get_args(kind)[0]}
         else:
-            options["type"] = hint
-        self.add_argument(*_spellings(field.name), **options)
-        if hint is bool and default is True:
-            self.add_argument(*_spellings(f"no_{field.name}"), action="store_false", dest=field.name, default=True)
-
-    def error(self, message: str) -> NoReturn:
-        message = message if len(message) <= LONGEST_ERROR else f"{message[:LONGEST_ERROR]} ..."
-        raise UserError(f"{message[0].upper()}{message[1:].rstrip('.')}. See --help.")
+            options["type"] = kind
+        return self.parser.add_argument(f"--{field.name}", default=default, **options)
 
     def parse(
-        self, arguments: list[str], default_config: Path | None = None, check: Callable[..., None] | None = None
-    ) -> tuple:
-        """Return the filled dataclasses. Afterwards, `in_file` has the names of the settings with a value in the file that was read.
-        `default_config` is read if no `--config` is given. `check` receives the dataclasses and raises a `UserError` for wrong
-        values. All problems are raised together, one per line, including unknown flags and keys, values of the wrong type, and a
-        missing or unreadable file."""
+        self,
+        arguments: list[str],
+        check: Callable[..., None] | None = None,
+        default_file: Callable[[dict[str, Any]], Path | None] = lambda flags: None,
+        build: Callable[[CommandLine], Any] | None = None,
+    ) -> Any:
+        """Return the filled dataclasses, or what `build` makes of the values.
+        `default_file` returns, for the flags, the file that is read if no `--config` is given. `check` receives the
+        dataclasses. Both, and `build`, raise a `UserError` for wrong values. All problems are raised together, one per
+        line, including unknown flags and keys, values of the wrong type, and a missing or unreadable file."""
+        problems, path, file = Problems(), None, {}
+        flags = self._read_arguments(arguments, problems)
+        try:
+            path = Path(flags["config"]) if "config" in flags else default_file(flags)
+            file = self._read_file(path, problems) if path is not None else {}
+        except UserError as error:
+            problems.add(str(error), "config")
+        if request := HELP & set(arguments):
+            print(self.describe("--help_all" in request or not self.main, file, path))
+            sys.exit(0)
+        has_file = "config" not in problems.unsure  # otherwise its values are unknown
+        problems.unsure -= flags.keys()
+        command, result = CommandLine(flags, file, path), None
+        if not self._lacks_needed(command.values, problems) and has_file:
+            result = problems.add_of(build or partial(self._fill, check), [command])
+        problems.refuse()
+        return result
+
+    def _fill(self, check: Callable[..., None] | None, command: CommandLine) -> tuple:
+        parts = fill(self.kinds, command.values)
+        if check is not None:
+            check(*parts)
+        return parts
+
+    def _lacks_needed(self, values: dict[str, Any], problems: Problems) -> bool:
+        """Return whether a required setting has no value. Add a problem that names all of them."""
+        requirements = {name: metadata["needed"] for name, metadata in self.limits.items() if "needed" in metadata}
+        names = [name for name in requirements if not values.get(name)]
+        if nouns := [requirements[name] for name in names if name not in problems.unsure]:
+            example = nouns[0][1].format(program=_program())
+            problems.add(f"Name {' and '.join(noun for noun, _ in nouns)}: {example}")
+        return bool(names)
+
+    def _read_arguments(self, arguments: list[str], problems: Problems) -> dict[str, Any]:
+        """Return the values of the flags that are right."""
         if self.positional and arguments and not arguments[0].startswith("-"):
             arguments = [f"--{self.positional}", *arguments]
-        named = self.value_of("config", arguments)
-        config_path = default_config if named is None else Path(named)
-        found = Problems()
+        groups = [self._named(*group) for group in split_flags(arguments)]
+        names, values = [name for _, name, _ in groups], {}
+        main = self.positional or next((name for name in self.main if name != "config"), None)
+        for number, (spelling, name, words) in enumerate(groups):
+            takes_one = name in self.actions and self.actions[name].nargs != "+"
+            surplus = words if not name else words[1:] if takes_one else []
+            target = "config" if words and words[-1].endswith((".yaml", ".yml")) else main
+            is_value = not spelling.startswith("-") or (len(surplus) == 1 and os.path.exists(surplus[0]))
+            if name in names[:number]:
+                problems.add(f"--{name} is given twice; give it once, with all its values.", name)
+            elif surplus and is_value and target and target not in names:
+                problems.add(f"{surplus[0]} has no flag. Did you mean --{target} {' '.join(surplus)}?", target, name)
+            elif name not in self.actions:
+                self._add_unknown("flag", spelling, problems)
+            elif surplus:
+                problems.add(f"{surplus[0]} after {spelling} is one value too many; quote a pattern or spaces.", name)
+            else:
+                values |= self._read(name, words, problems)
+        return values
+
+    def _named(self, spelling: str, *words: str) -> tuple[str, str, list[str]]:
+        """Return a flag as it is written, its name, which is empty for words without a flag, and its words."""
+        if not is_flag(spelling):
+            return spelling, "", [spelling, *words]
+        name, words = flag_name(spelling), [*spelling.split("=", 1)[1:], *words]
+        switch = self.actions.get(name.removeprefix("no_"))
+        if name not in self.actions and switch is not None and switch.default is True:
+            return spelling, switch.dest, ["false", *words]
+        return spelling, name, words
+
+    def _read(self, name: str, words: list[str], problems: Problems, location: str = "") -> dict[str, Any]:
+        """Return the value that `words` write, by its name, or add a problem with `location` after the name."""
+        flags = [f"--{name}={word}" for word in words] or [f"--{name}"]
         try:
-            content = read_yaml(config_path, as_text=True) if config_path else {}
-        except UserError as error:
-            found.add(str(error))
-            content, check = {}, None  # the values in the file are unknown
-        if EXCLUSIVE & self.named_flags(arguments):
-            content = {name: value for name, value in content.items() if name not in EXCLUSIVE}
-        from_file = self._checked(content, config_path, found)
-        self.in_file = {name for name, value in from_file.items() if value is not None}
-        if asked := HELP & set(arguments):
-            print(self.describe("--help_all" in asked or not self.main, from_file, config_path))
-            sys.exit(0)
-        self.set_defaults(**from_file)
-        good = self._good_flags(arguments, found)
-        check = None if "config" in found.unsure else check
-        found.unsure -= self.named_flags(good)
-        namespace = self.parse_args(good)
-        filled = [kind(**{f.name: getattr(namespace, f.name) for f in fields(kind)}) for kind in self.kinds]
-        if not self._lacks_needed(filled, found):
-            found.add_of(check, filled)
-        found.refuse()
-        return tuple(filled)
+            value = getattr(self.parser.parse_args(flags, Namespace(**{name: None})), name)
+        except ArgumentError as error:
+            reason = error.message[:LONGEST_ERROR]
+            problem = f"{name}{location}: {reason}." if location else f"Argument --{name}: {reason}. See --help."
+        else:
+            problem = limits.problem(f"{name}{location}", value, self.limits.get(name, {}))
+        if problem is None:
+            return {name: value}
+        problems.add(problem, name)
+        return {}
 
-    def _lacks_needed(self, filled: list[Any], found: Problems) -> bool:
-        """Return whether a required setting has no value. Add a problem for each missing setting."""
-        needed = {f.name: f.metadata["needed"] for part in filled for f in fields(part) if "needed" in f.metadata}
-        empty = [name for part in filled for name in vars(part).keys() & needed if not getattr(part, name)]
-        if missing := [needed[name] for name in needed if name in set(empty) - found.unsure]:
-            found.add(f"Name {' and '.join(noun for noun, _ in missing)}: {missing[0][1].format(program=_program())}")
-        return bool(empty)
-
-    def _good_flags(self, arguments: list[str], found: Problems) -> list[str]:
-        """Return the arguments without the wrong ones. Each flag is parsed separately, since argparse stops at the first error."""
-        groups: list[list[str]] = []
-        for argument in arguments:
-            if _is_flag(argument) or not groups:
-                groups.append([])
-            groups[-1].append(argument)
-        good, seen = [], set()
-        for group in groups:
-            flag = group[0]
-            name = _name(flag)
-            if flag.startswith("--") and name in seen:
-                found.add(f"--{name} is given twice; give it once, with all its values.", name)
-                continue
-            seen.add(name)
-            try:
-                parsed, rest = self.parse_known_args(group)
-            except UserError as error:
-                found.add(str(error), name)
-                continue
-            main = self.positional or next((main for main in self.main if main != "config"), None)
-            wanted = "config" if group[-1].endswith((".yaml", ".yml")) else main
-            is_value = (rest == group and not flag.startswith("-")) or (len(rest) == 1 and os.path.exists(rest[0]))
-            if is_value and wanted and wanted not in self.named_flags(arguments):
-                found.add(f"{rest[0]} has no flag. Did you mean --{wanted} {' '.join(rest)}?", wanted, name)
-            elif rest and flag != rest[0]:
-                found.add(f"{rest[0]} after {flag} is one value too many; quote a pattern or spaces.", name)
-            elif rest:
-                self._add_unknown("flag", rest[0], found)
-            elif problem := limits.problem(name, getattr(parsed, name), self.limits.get(name, {})):
-                found.add(problem, name)
+    def _read_file(self, path: Path, problems: Problems) -> dict[str, Any]:
+        """Return the values in a file that are right."""
+        values: dict[str, Any] = {}
+        for name, content in read_yaml(path, as_text=True).items():
+            location, words = f" in {path}", content if isinstance(content, list) else [content]
+            if name not in self.limits:
+                self._add_unknown("key", name, problems, f"{path}: ")
+            elif content is None and type(None) in get_args(self.hints[name]):
+                values[name] = None
+            elif content is None:
+                problems.add(f"{name}{location} has no value; set one or remove the line.", name)
+            elif None in words:
+                problems.add(f"{name}{location} has an item without a value; set one or remove the item.", name)
+            elif not all(isinstance(word, str) for word in words):
+                problems.add(f"{name}{location} is nested; keys are flat.", name)
+            elif words is content and self.actions[name].nargs != "+":
+                problems.add(f"{name}{location} is {', '.join(words)}; it takes one value, not a list.", name)
             else:
-                good += group
-        return good
+                values |= self._read(name, words, problems, location) if words else {name: []}
+        return values
 
-    def _checked(self, content: dict[str, Any], path: Path | None, found: Problems) -> dict[str, Any]:
-        """Return the valid settings of a file. Types and choices are checked by argparse's rules for flags."""
-        actions = {action.dest: action for action in self._actions}
-        hints = {name: hint for part in self.kinds for name, hint in get_type_hints(part).items()}
-        checked = {}
-        for name, value in content.items():
-            if name not in hints:
-                self._add_unknown("key", str(name), found, f"{path}: ")
-                continue
-            action = actions[name]
-            takes_list = action.nargs == "+"
-            if value is None and type(None) in get_args(hints[name]):
-                checked[name] = None
-            elif value is None:
-                found.add(f"{name} in {path} has no value; set one or remove the line.", name)
-            elif isinstance(value, list) and None in value:
-                found.add(f"{name} in {path} has an item without a value; set one or remove the item.", name)
-            elif isinstance(value, dict):
-                found.add(f"{name} in {path} is nested; keys are flat.", name)
-            elif isinstance(value, list) and not takes_list:
-                found.add(f"{name} in {path} is {', '.join(value)}; it takes one value, not a list.", name)
-            else:
-                try:
-                    items = [self._get_value(action, item) for item in (value if isinstance(value, list) else [value])]
-                    for item in items:
-                        self._check_value(action, item)
-                except ArgumentError as error:
-                    found.add(f"{name} in {path}: {error.message[:LONGEST_ERROR]}.", name)
-                    continue
-                if problem := limits.problem(f"{name} in {path}", items, self.limits[name]):
-                    found.add(problem, name)
-                else:
-                    checked[name] = items if takes_list else items[0]
-        return checked
-
-    def _add_unknown(self, kind: str, given: str, found: Problems, where: str = "") -> None:
-        dashes, hint = "--" if kind == "flag" else "", "See --help for the list."
-        other_names = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
-        others = other_names.get(_name(given), [])
-        known = [*self.limits, *(["config", "help_all"] if dashes else [])]
-        if names := [name for name in others if name in self.limits] or [name for name in others if name == "config"]:
-            hint = f"Use {', '.join(dashes + name for name in names)}."
-        elif dashes and _name(given) in OF_LAUNCHER:
+    def _add_unknown(self, kind: str, word: str, problems: Problems, location: str = "") -> None:
+        dashes, hint, name = "--" if kind == "flag" else "", "See --help for the list.", flag_name(word)
+        content = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
+        names = [name for name in content.get(name, []) if name in self.actions]
+        settings = [*self.actions, "help_all"] if dashes else self.limits
+        if names:
+            hint = f"Use {', '.join(dashes + name for name in names if name != 'config' or names == ['config'])}."
+        elif dashes and name in OF_LAUNCHER:
             hint = "It is an option of accelerate launch: name it before the script (docs/multi_gpu.md)."
-        elif names := difflib.get_close_matches(_name(given), known, n=1):
+        elif names := difflib.get_close_matches(name, settings, n=1):
             hint = f"Did you mean {dashes}{names[0]}?"
-        found.add(f"{where}Unknown {kind} {given}. {hint}", *names)
+        problems.add(f"{location}Unknown {kind} {word}. {hint}", *names)
 
-    def describe(self, everything: bool, from_file: dict[str, Any], path: Path | None) -> str:
+    def describe(self, is_complete: bool, file: dict[str, Any], path: Path | None) -> str:
         """Return the text of `--help_all`, or of `--help`: the main flags and the names of all groups.
         Each flag is shown with its default in the code and, if that differs, its value in the file at `path`."""
         width = min(shutil.get_terminal_size().columns, 120)
 
         def entry(name: str) -> str:
-            action = next(action for action in self._actions if action.dest == name)
+            action = self.actions[name]
             notes = ["the flag name may be omitted"] if name == self.positional else []
             notes += [] if action.default in (None, "", []) else [f"default: {_shown(action.default)}"]
-            if name in from_file and from_file[name] != action.default:
-                notes.append(f"{path.stem}: {_shown(from_file[name])}")
+            if name in file and file[name] != action.default:
+                notes.append(f"{path.stem}: {_shown(file[name])}")
             text = f"{action.help} ({'; '.join(notes)})" if notes else action.help
-            return _entry(f"--{name} {_metavar(action)}".rstrip(), text, 28, width)
+            return _entry(f"--{name} {_placeholder(action)}".rstrip(), text, 28, width)
 
         groups = {kind.__name__.removesuffix("Arguments"): [f.name for f in fields(kind)] for kind in self.kinds}
         positional = f"[{self.positional.upper()}] " if self.positional else ""
         usage = f"usage: {_program()} {positional}[--config FILE.yaml] [--FLAG VALUE ...]"
         sections = [textwrap.fill(text, width) for text in (usage, self.description)]
-        if everything:
+        if is_complete:
             sections.append(entry("config"))
             sections += ["\n".join([f"{title}:", *map(entry, names)]) for title, names in groups.items()]
             return "\n\n".join(sections)
@@ -232,18 +234,32 @@ class FlagParser(ArgumentParser):
         sections.append("\n".join([f"All {len(self.limits)} flags by group (--help_all explains each):", *lines]))
         return "\n\n".join(sections)
 
-    @staticmethod
-    def named_flags(arguments: list[str]) -> set[str]:
-        return {_name(argument) for argument in arguments if _is_flag(argument)}
 
-    @staticmethod
-    def value_of(name: str, arguments: list[str]) -> str | None:
-        """Return the value of a flag before all flags are checked, or None if it is missing or cannot name a file."""
-        for argument, following in pairwise([*arguments, None]):
-            if _is_flag(argument) and _name(argument) == name:
-                value = argument.split("=", 1)[1] if "=" in argument else following
-                return value if limits.problem(name, value, {}) is None else None
-        return None
+def fill(kinds: Iterable[type], values: Mapping[str, Any]) -> tuple:
+    """Return the dataclasses with `values` by the names of their fields. A field without a value has its default."""
+    return tuple(
+        kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values}) for kind in kinds
+    )
+
+
+def split_flags(arguments: list[str]) -> list[list[str]]:
+    """Return each flag with the words that follow it. The first group may have words without a flag."""
+    groups: list[list[str]] = []
+    for argument in arguments:
+        if is_flag(argument) or not groups:
+            groups.append([])
+        groups[-1].append(argument)
+    return groups
+
+
+def is_flag(argument: str) -> bool:
+    """Return whether an argument is a flag. A value that starts with `--` contains a space."""
+    return argument.startswith("--") and " " not in argument.split("=")[0]
+
+
+def flag_name(flag: str) -> str:
+    """Return the name of the field that a flag sets."""
+    return flag.removeprefix("--").split("=")[0].replace("-", "_")
 
 
 def run(main: Callable[[list[str]], None]) -> NoReturn:
@@ -277,8 +293,8 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
 
 def _report(error: UserError) -> int:
     """Print the problem and return the exit code.
-    Usually all processes of a job find the same problem and rank 0 reports it. A problem of one machine alone is reported by
-    the first process of that machine."""
+    Usually all processes of a job find the same problem and rank 0 reports it. A problem of one machine alone is
+    reported by the first process of that machine."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or (os.environ.get("LOCAL_RANK", rank) == "0" and not error.is_reported):
         for sentence in str(error).splitlines():
@@ -297,26 +313,11 @@ def _leave_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _spellings(name: str) -> list[str]:
-    return list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
-
-
-def _switch(value: str) -> bool:
+def _switch(word: str) -> bool:
     """Return the truth value of a word. Raise an `ArgumentTypeError` for another word."""
-    is_on = value.lower() in SWITCHED_ON
-    if not is_on and value.lower() not in SWITCHED_OFF:
-        raise ArgumentTypeError(f"{value!r} is neither true nor false; a file needs a flag of its own")
-    return is_on
-
-
-def _is_flag(argument: str) -> bool:
-    """Return whether argparse reads the argument as a flag: a value that starts with `--` contains a space."""
-    return argument.startswith("--") and " " not in argument.split("=")[0]
-
-
-def _name(flag: str) -> str:
-    """Return the name of the field that a flag sets."""
-    return flag.removeprefix("--").split("=")[0].replace("-", "_")
+    if word.lower() not in SWITCH:
+        raise ArgumentTypeError(f"{word!r} is neither true nor false; a file needs a flag of its own")
+    return SWITCH[word.lower()]
 
 
 def _program() -> str:
@@ -325,11 +326,11 @@ def _program() -> str:
     return f"python -m {module.name}" if module is not None else f"python {Path(sys.argv[0]).name}"
 
 
-def _metavar(action: Action) -> str:
+def _placeholder(action: Action) -> str:
     if action.metavar is not None or action.nargs == "?":  # the flag can be a switch
         return action.metavar or ""
-    one = f"{{{','.join(action.choices)}}}" if action.choices else {int: "N", float: "X"}.get(action.type, "TEXT")
-    return f"{one} ..." if action.nargs == "+" else one
+    word = f"{{{','.join(action.choices)}}}" if action.choices else {int: "N", float: "X"}.get(action.type, "TEXT")
+    return f"{word} ..." if action.nargs == "+" else word
 
 
 def _shown(value: Any) -> str:

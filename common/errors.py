@@ -30,7 +30,7 @@ class Problems:
         self.unsure |= set(names)
 
     def add_of(self, check: Callable[..., Any] | None, parts: Iterable[Any]) -> Any:
-        """Return the result of `check`. If it raises, add its sentences, except those about settings without a known value."""
+        """Return the result of `check`. If it raises, add its sentences, except those that name an unknown value."""
         try:
             return check(*parts) if check is not None else None
         except UserError as error:
@@ -53,24 +53,24 @@ def disk_errors(path: object, remedy: str = "correct that and try again") -> Ite
     except BrokenPipeError:  # the program that reads stdout has ended
         raise
     except OSError as error:
-        what = f"{error.filename2 or error.filename or path} cannot be read or written ({error.strerror or error})"
-        raise UserError(f"{what}; {remedy}.") from error
+        subject = f"{error.filename2 or error.filename or path} cannot be read or written ({error.strerror or error})"
+        raise UserError(f"{subject}; {remedy}.") from error
 
 
-def require_room(folder: object, n_bytes: float, what: str, remedy: str) -> None:
-    """Raise a `UserError` if the disk of `folder` has less than `n_bytes` free. `what`: subject and verb of the sentence."""
+def require_room(folder: object, n_bytes: float, subject: str, remedy: str) -> None:
+    """Raise a `UserError`, which begins with `subject` and its verb, if `folder` has less than `n_bytes` free."""
     free = shutil.disk_usage(folder).free
     if n_bytes > free:
-        raise UserError(f"{what} {n_bytes / 1e9:,.1f} GB, and {folder} has {free / 1e9:,.1f} GB free; {remedy}.")
+        raise UserError(f"{subject} {n_bytes / 1e9:,.1f} GB, and {folder} has {free / 1e9:,.1f} GB free; {remedy}.")
 
 
-def counted(number: int, one: str, many: str | None = None) -> str:
-    """Return a count with its noun: `1 file`, `1,234 files`. `many`: a plural that is not formed with s."""
-    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+def counted(number: int, singular: str, plural: str | None = None) -> str:
+    """Return a count with its noun: `1 file`, `1,234 files`. `plural`: one that is not formed with s."""
+    return f"{number:,} {singular if number == 1 else plural or f'{singular}s'}"
 
 
 def check_format(path: object, version: object, newest: int) -> None:
-    """Raise a `UserError` for a format that a newer version of this project wrote. Older formats have their own readers."""
+    """Raise a `UserError` for a format that a newer version wrote. Older formats have their own readers."""
     if isinstance(version, int) and version > newest:
         raise UserError(
             f"{path} was written by a newer version of GPT2Scratch (format {version}; this version reads formats up to "

@@ -1,6 +1,7 @@
 """Handle Ctrl-C while a command imports its libraries, which takes seconds: exit code 130 and one word, no traceback.
 
-Each command imports this module first. In other programs, such as tests, it does nothing. `common.command_line.run` takes over later.
+Each command imports this module first. In other programs, such as tests, it does nothing. `common.command_line.run`
+takes over later.
 """
 
 import os

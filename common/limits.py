@@ -1,8 +1,8 @@
 """Limits of settings: ranges of numbers, and names that file systems accept.
 
-`setting` creates a field of a dataclass of flags. A number without a range must be between 0 and `LARGEST`. A string is a name
-(a path, a Hub id, a choice) unless it is `free_text`. A required setting has `needed`: its noun, and an example command.
-`common.command_line.FlagParser` checks every value once, from flags and from files.
+`setting` creates a field of a dataclass of flags. A number without a range must be between 0 and `LARGEST`. A string is
+a name (a path, a Hub id, a choice) unless it is `free_text`. A required setting has `needed`: its noun, and an example
+command. `common.command_line.FlagParser` checks every value once, from flags and from files.
 """
 
 import operator
@@ -17,16 +17,15 @@ BOUNDS = {
     "maximum": ("at most", operator.le),
     "below": ("below", operator.lt),
 }
-KEYS = {*BOUNDS, "free_text", "resume", "needed"}  # keys in the metadata of a field that argparse does not accept
 NAME_BYTES, PATH_BYTES = 255, 4095  # longest name in a path, and longest path, on Linux and macOS
 
 
 def setting(default: Any, help: str, **limits: Any) -> Any:
-    """Return a dataclass field with its `--help` text and its limits (see `KEYS`): `setting(1, "Batches.", minimum=1)`.
-    `resume` decides what happens if the value differs from the resumed checkpoint's. By default the change is reported.
-    "free": it is not reported. "refused": it requires --allow_change. "fixed": it cannot change. "derived": the checkpoint
-    records a value computed from the setting instead, such as `max_steps` or the hash of the data. Most settings of the model
-    and all of the text are derived, see `training/config.py`."""
+    """Return a field with its `--help` text and its limits (see `BOUNDS`): `setting(1, "Batches.", minimum=1)`.
+    `resume` decides what happens if the value differs from the resumed checkpoint's. By default the change
+    is reported. "free": it is not reported. "refused": it requires --allow_change. "fixed": it cannot change.
+    "derived": the checkpoint records a value computed from the setting instead, such as `max_steps` or the hash of the
+    data. Most settings of the model and all of the text are derived, see `training/config.py`."""
     metadata = {"help": help, **limits}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
@@ -49,10 +48,10 @@ def problem(name: str, value: Any, metadata: Mapping[str, Any]) -> str | None:
     lower = {key: metadata[key] for key in ("minimum", "above") if key in metadata} or {"minimum": 0}
     upper = {key: metadata[key] for key in ("maximum", "below") if key in metadata}
     bounds = lower | (upper or {"maximum": LARGEST})
-    if all(BOUNDS[key][1](value, bound) for key, bound in bounds.items()):  # nan fails every comparison
+    if all(BOUNDS[key][1](value, limit) for key, limit in bounds.items()):  # nan fails every comparison
         return None
-    shown = bounds if value > LARGEST else lower | upper
-    rule = " and ".join(f"{BOUNDS[key][0]} {bound:,}" for key, bound in shown.items())
+    ranges = bounds if value > LARGEST else lower | upper
+    rule = " and ".join(f"{BOUNDS[key][0]} {limit:,}" for key, limit in ranges.items())
     return f"{name} is {str(value)[:40]}; it must be {rule}."
 
 
@@ -70,7 +69,7 @@ def _problem_of_text(name: str, text: str, is_free: bool) -> str | None:
     longest = max(len(part.encode()) for part in text.split("/"))
     if longest > NAME_BYTES or size > PATH_BYTES:
         return (
-            f"{name} starts with {text[:40]!r} and has {size:,} bytes; the limits are {PATH_BYTES:,} bytes for a path and "
-            f"{NAME_BYTES} for a name in it."
+            f"{name} starts with {text[:40]!r} and has {size:,} bytes; the limits are {PATH_BYTES:,} bytes for a path "
+            f"and {NAME_BYTES} for a name in it."
         )
     return None

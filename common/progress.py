@@ -15,11 +15,11 @@ Item = TypeVar("Item")
 class Progress:
     """Progress bar on stderr if that is a terminal and `is_shown`. Otherwise `say` receives a line every 30 seconds."""
 
-    def __init__(self, what: str, total: int, is_shown: bool = True, say: Callable[[str], None] = lambda line: None):
+    def __init__(self, label: str, total: int, is_shown: bool = True, say: Callable[[str], None] = lambda line: None):
         console = Console(stderr=True)
         columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
-        hidden = not (is_shown and console.is_terminal)
-        self.bar = progress.Progress(TextColumn(what), *columns, console=console, transient=True, disable=hidden)
+        is_hidden = not (is_shown and console.is_terminal)
+        self.bar = progress.Progress(TextColumn(label), *columns, console=console, transient=True, disable=is_hidden)
         self.task = self.bar.add_task("", total=total, note="")
         self.total, self.say, self.done = total, say, 0
 
@@ -35,14 +35,14 @@ class Progress:
         """Count one more item of `total`. `note` is shown next to the bar or in the line."""
         self.done += 1
         self.bar.update(self.task, advance=1, note=note)
-        now = time.monotonic()
-        if self.bar.disable and now - self.said > SECONDS_BETWEEN_LINES:
-            self.said = now
-            minutes = (now - self.started) / self.done * (self.total - self.done) / 60
+        moment = time.monotonic()
+        if self.bar.disable and moment - self.said > SECONDS_BETWEEN_LINES:
+            self.said = moment
+            minutes = (moment - self.started) / self.done * (self.total - self.done) / 60
             self.say(f"{self.done:,} of {self.total:,} units, {note}, about {minutes:.0f} minutes left")
 
 
-def track(items: Iterable[Item], what: str, is_shown: bool) -> Iterable[Item]:
+def track(items: Iterable[Item], label: str, is_shown: bool) -> Iterable[Item]:
     """Return `items` with a progress bar on stderr, if that is a terminal and `is_shown`."""
     console = Console(stderr=True)
-    return progress.track(items, what, console=console, transient=True, disable=not (is_shown and console.is_terminal))
+    return progress.track(items, label, console=console, transient=True, disable=not (is_shown and console.is_terminal))

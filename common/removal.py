@@ -1,7 +1,8 @@
 """Deletion and replacement of files that this project wrote. All other files are kept.
 
-A command deletes a folder only if it contains a mark, which is a file that only this project writes. Within a marked folder, files with
-known names are deleted and all other files are kept. A single file is replaced only if it contains a mark itself.
+A command deletes a folder only if it contains a mark, which is a file that only this project writes. Within a marked
+folder, files with known names are deleted and all other files are kept. A single file is replaced only if it contains a
+mark itself.
 """
 
 import itertools
@@ -24,9 +25,9 @@ def mark(folder: Path, kind: str) -> None:
     """Create a folder if it does not exist, and mark it as written by this project."""
     folder.mkdir(parents=True, exist_ok=True)
     if not is_marked(folder, kind):
-        unfinished = folder / UNFINISHED_MARK  # a partly written file is not a mark
-        unfinished.write_text(_content(kind), encoding="utf-8")
-        unfinished.replace(folder / MARK)
+        draft = folder / UNFINISHED_MARK  # a partly written file is not a mark
+        draft.write_text(_content(kind), encoding="utf-8")
+        draft.replace(folder / MARK)
 
 
 def is_marked(folder: Path, kind: str) -> bool:
@@ -52,40 +53,40 @@ def refuse_replacing(path: Path) -> None:
         raise UserError(f"{path} exists and was not written by this command; move it elsewhere, or name another file.")
 
 
-def renew(folder: Path, kind: str, known: Iterable[str]) -> None:
-    """Replace a folder that has this mark with an empty, marked folder. Raise a `UserError` if anything else is there."""
+def renew(folder: Path, kind: str, patterns: Iterable[str]) -> None:
+    """Replace a folder that has this mark with an empty, marked folder. Raise a `UserError` for anything else."""
     if os.path.lexists(folder):
         is_empty = folder.is_dir() and {path.name for path in folder.iterdir()} <= {UNFINISHED_MARK}
         if folder.is_symlink() or not (is_empty or is_marked(folder, kind)):
             raise UserError(f"{folder} exists and was not written by this command; move it elsewhere, or delete it.")
-        discard(folder, (*known, MARK, UNFINISHED_MARK))
+        discard(folder, (*patterns, MARK, UNFINISHED_MARK))
     mark(folder, kind)
 
 
-def discard(path: Path, known: Iterable[str], replacement: Path | None = None) -> Path | None:
-    """Delete a file, a link (not its target), or the files in a folder whose relative paths match a pattern in `known`.
-    `*` does not match a slash; `**/` before a name matches any folder. A folder is first renamed away, and `replacement`, if
-    given, renamed to its place; then its files are deleted. A folder with remaining files is renamed to `NAME.kept`; its path
-    is returned."""
-    hidden = path.with_name(f".{path.name.lstrip('.')}.removed")
-    kept = _empty(hidden, known, path)  # a killed process may have left files
+def discard(path: Path, patterns: Iterable[str], replacement: Path | None = None) -> Path | None:
+    """Delete a file, a link (not its target), or the files in a folder whose relative paths match a pattern in
+    `patterns`. `*` does not match a slash; `**/` before a name matches any folder. A folder is first renamed away, and
+    `replacement`, if given, renamed to its place; then its files are deleted. A folder with remaining files is renamed
+    to `NAME.kept`; its path is returned."""
+    trash = path.with_name(f".{path.name.lstrip('.')}.removed")
+    remains = _empty(trash, patterns, path)  # a killed process may have left files
     if path.is_dir() and not path.is_symlink():
-        path.rename(hidden)
+        path.rename(trash)
     else:
         path.unlink(missing_ok=True)
     if replacement is not None:
         replacement.rename(path)
-    return _empty(hidden, known, path) or kept
+    return _empty(trash, patterns, path) or remains
 
 
-def _empty(hidden: Path, known: Iterable[str], path: Path) -> Path | None:
-    if not hidden.is_dir():
+def _empty(trash: Path, patterns: Iterable[str], path: Path) -> Path | None:
+    if not trash.is_dir():
         return None
     has_others = False
-    for folder, folders, files in os.walk(hidden, topdown=False):
+    for folder, folders, files in os.walk(trash, topdown=False):
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         for file in (Path(folder, name) for name in (*files, *links)):
-            if is_known(file.relative_to(hidden).as_posix(), known):
+            if is_known(file.relative_to(trash).as_posix(), patterns):
                 file.unlink(missing_ok=True)
             else:
                 has_others = True
@@ -94,11 +95,11 @@ def _empty(hidden: Path, known: Iterable[str], path: Path) -> Path | None:
     if not has_others:
         return None
     names = itertools.chain([f"{path.name}.kept"], (f"{path.name}.kept.{number}" for number in itertools.count(1)))
-    kept = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
-    return hidden.rename(kept)
+    remains = next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(name)))
+    return trash.rename(remains)
 
 
-def is_known(name: str, known: Iterable[str]) -> bool:
-    """Return whether a relative path matches a pattern in `known` or in `LITTER`."""
+def is_known(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a relative path matches a pattern in `patterns` or in `LITTER`."""
     path = PurePosixPath("/", name)  # a pattern without a slash at its beginning matches the end of a path
-    return any(path.match(f"/{pattern}".removeprefix("/**/")) for pattern in (*LITTER, *known))
+    return any(path.match(f"/{pattern}".removeprefix("/**/")) for pattern in (*LITTER, *patterns))

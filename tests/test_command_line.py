@@ -20,8 +20,11 @@ import training.evaluate
 from common.command_line import FlagParser, run
 from common.errors import UserError
 from common.settings_file import read_yaml
-from conftest import REPOSITORY, error_of
+from conftest import REPOSITORY, error_of, flags
 from training.config import PARTS, read_config
+from training.plan.plan import LengthArguments
+
+LAUNCHER_HINT = "It is an option of accelerate launch: name it before the script (docs/multi_gpu.md)."
 
 
 @dataclass
@@ -41,9 +44,8 @@ class Length:
     max_train_tokens: int | None = field(default=None, metadata={"help": "Tokens."})
 
 
-def parse(*arguments: str, **options) -> tuple[Model, Length, set[str]]:
-    parser = FlagParser((Model, Length), "A command.", main=("config", "input"))
-    return *parser.parse(list(arguments), **options), parser.in_file
+def parse(*arguments: str, **options) -> tuple[Model, Length]:
+    return FlagParser((Model, Length), "A command.", main=("config", "input")).parse(list(arguments), **options)
 
 
 def refused(*arguments: str, **options) -> str:
@@ -62,18 +64,14 @@ def yaml(tmp_path):
 
 def test_flags_override_the_values_of_a_file(yaml):
     path = yaml("n_layer: 6\nlearning_rate: 3e-4\ntorch_compile: true\nlr_scheduler_type: linear\ninput: [a, b c]\n")
-    model, _, in_file = parse("--config", path, "--n_layer", "2")
-    assert model == Model(2, 3e-4, True, "linear", None, ["a", "b c"])
-    assert in_file == {"n_layer", "learning_rate", "torch_compile", "lr_scheduler_type", "input"}
+    assert parse("--config", path, "--n_layer", "2")[0] == Model(2, 3e-4, True, "linear", None, ["a", "b c"])
 
 
 def test_a_default_file_is_read_only_without_config(yaml, tmp_path):
     default = tmp_path / "default.yaml"
     default.write_text("n_layer: 3\nname: quickstart\n")
-    model, _, in_file = parse("--name=mine", default_config=default)
-    assert (model.n_layer, model.name, in_file) == (3, "mine", {"n_layer", "name"})
-    model, _, _ = parse("--config", yaml("n_layer: 6\n"), default_config=default)
-    assert (model.n_layer, model.name) == (6, None)
+    assert parse("--name=mine", default_file=lambda flags: default)[0] == Model(n_layer=3, name="mine")
+    assert parse("--config", yaml("n_layer: 6\n"), default_file=lambda flags: default)[0] == Model(n_layer=6)
 
 
 @pytest.mark.parametrize(
@@ -86,15 +84,23 @@ def test_a_default_file_is_read_only_without_config(yaml, tmp_path):
     ],
 )
 def test_all_forms_of_a_flag_are_accepted(arguments, expected):
-    assert parse(*arguments) == (expected, Length(), set())
+    assert parse(*arguments) == (expected, Length())
 
 
-@pytest.mark.parametrize("flag", [["--max_steps", "5"], ["--num_train_epochs=2"], ["--max-train-tokens", "1000"]])
-@pytest.mark.parametrize("in_file", ["max_steps: 9", "num_train_epochs: 9", "max_train_tokens: 9"])
-def test_a_flag_for_the_run_length_replaces_the_length_of_the_file(yaml, flag, in_file):
-    _, length, _ = parse("--config", yaml(in_file), *flag)
-    expected = {"--max_steps": Length(max_steps=5), "--num_train_epochs=2": Length(num_train_epochs=2.0)}
-    assert length == expected.get(flag[0], Length(max_train_tokens=1000))
+@pytest.mark.parametrize("length", [{"max_steps": 5}, {"num_train_epochs": 2.0}, {"max_train_tokens": 1000}])
+def test_a_flag_for_the_run_length_replaces_all_lengths_of_the_file(yaml, length):
+    path = yaml("data: x\nmax_steps: 9\nnum_train_epochs: 9\nmax_train_tokens: 9\n")
+    assert read_config(["--config", path, *flags(**length)]).length == LengthArguments(**length)
+
+
+def test_the_source_of_each_value_is_recorded(yaml):
+    config = read_config(["--data", "x", "--no_use_bias", "--n_layer", "3"])
+    assert (config.model.use_bias, config.flags) == (False, {"data", "use_bias", "n_layer"})
+    sources = [config.sources.get(name) for name in ("n_layer", "n_embd", "learning_rate", "seed")]
+    assert sources == ["flag", "quickstart", "chosen", None]
+    config = read_config(["--config", yaml("data: x\nn_layer: 3\nhead_learning_rate: null\n"), "--n_embd", "96"])
+    assert (config.given, config.flags) == ({"data", "n_layer", "n_embd"}, {"n_embd"})
+    assert config.with_settings({"n_layer": 4, "n_head": 6}).given == config.given
 
 
 def test_leading_arguments_without_a_flag_fill_the_positional_field():
@@ -109,22 +115,19 @@ def test_leading_arguments_without_a_flag_fill_the_positional_field():
     [
         (["--n_layers", "3"], "Unknown flag --n_layers. Did you mean --n_layer?"),
         (["--learningrate=3"], "Unknown flag --learningrate=3. Did you mean --learning_rate?"),
-        (
-            ["--num_processes", "2"],
-            "Unknown flag --num_processes. It is an option of accelerate launch: name it before the script (docs/multi_gpu.md).",
-        ),
+        (["--num_processes", "2"], f"Unknown flag --num_processes. {LAUNCHER_HINT}"),
         (["--n_lay", "3"], "Unknown flag --n_lay. Did you mean --n_layer?"),
         (["my.txt", "--n_layer", "3"], "my.txt has no flag. Did you mean --input my.txt?"),
         (["--n_layer", "3", "README.md"], "README.md has no flag. Did you mean --input README.md?"),
         (["presets/nano.yaml"], "presets/nano.yaml has no flag. Did you mean --config presets/nano.yaml?"),
         (["--n_layer", "3", "4"], "4 after --n_layer is one value too many; quote a pattern or spaces."),
-        (["--n_layer", "3.5"], "Argument --n_layer/--n-layer: invalid int value: '3.5'. See --help."),
-        (["--n_layer"], "Argument --n_layer/--n-layer: expected one argument. See --help."),
+        (["--n_layer", "3.5"], "Argument --n_layer: invalid int value: '3.5'. See --help."),
+        (["--n_layer"], "Argument --n_layer: expected one argument. See --help."),
         (["--input", "--n_layer", "2"], "Argument --input: expected at least one argument. See --help."),
         (["--config"], "Argument --config: expected one argument. See --help."),
         (
             ["--lr_scheduler_type", "cubic"],
-            "Argument --lr_scheduler_type/--lr-scheduler-type: invalid choice: 'cubic' (choose from 'cosine', 'linear'). See --help.",
+            "Argument --lr_scheduler_type: invalid choice: 'cubic' (choose from 'cosine', 'linear'). See --help.",
         ),
         (["--n_layer=2", "--n-layer", "3"], "--n_layer is given twice; give it once, with all its values."),
     ],
@@ -160,7 +163,7 @@ def test_help_lists_all_flags_or_only_the_main_flags_and_the_groups(capsys, monk
 def test_help_shows_defaults_of_the_code_and_of_the_default_file(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "120")
     (tmp_path / "quickstart.yaml").write_text("n_layer: 3\ntorch_compile: true\nlearning_rate: 1.0e-3\nmax_steps: 9\n")
-    text = helped(capsys, "--help", default_config=tmp_path / "quickstart.yaml")
+    text = helped(capsys, "--help", default_file=lambda flags: tmp_path / "quickstart.yaml")
     for words in (
         *("Blocks. (default: 12; quickstart: 3)\n", "compile. (default: false; quickstart: true)\n"),
         *("At the peak. (default: 0.001)\n", "Steps. (quickstart: 9)\n", "A name.\n"),
@@ -208,7 +211,7 @@ def test_flags_of_nanogpt_and_trainer_are_answered_with_the_flags_of_this_projec
 def test_every_suggested_flag_exists():
     names = {field.name for part in PARTS for field in fields(part)} | {"config"}
     names |= {field.name for field in fields(generate.GenerateArguments)}
-    other_names = safe_load((REPOSITORY / "other_names.yaml").read_text())
+    other_names = safe_load((REPOSITORY / "common" / "other_names.yaml").read_text())
     assert {name for targets in other_names.values() for name in targets} <= names
 
 
@@ -220,14 +223,14 @@ def test_wrong_flags_keys_and_values_are_reported_together(yaml):
     path = yaml("n_layers: 3\nn-heads: 1\nzzz: 1\ninput: {a: b}\nlearning_rate: high\nmax_steps: 1\n")
     arguments = ["--zzz", "1", "--torch_compile", "maybe", "--name", "a", "--name", "b", "extra"]
     assert refused("--config", path, *arguments, check=check).splitlines() == [
+        "Unknown flag --zzz. See --help for the list.",
+        "Argument --torch_compile: 'maybe' is neither true nor false; a file needs a flag of its own. See --help.",
+        "--name is given twice; give it once, with all its values.",
         f"{path}: Unknown key n_layers. Did you mean n_layer?",
         f"{path}: Unknown key n-heads. See --help for the list.",
         f"{path}: Unknown key zzz. See --help for the list.",
         f"input in {path} is nested; keys are flat.",
         f"learning_rate in {path}: invalid float value: 'high'.",
-        "Unknown flag --zzz. See --help for the list.",
-        "Argument --torch_compile/--torch-compile: 'maybe' is neither true nor false; a file needs a flag of its own. See --help.",
-        "--name is given twice; give it once, with all its values.",
         "max_steps is 1.",  # the sentences on n_layer and learning_rate are dropped, because their values are unknown
     ]
     assert "n_layer is 7; too many." in refused("--config", path, "--n_layer", "7", check=check)
@@ -285,7 +288,7 @@ def test_a_wrong_value_or_a_file_that_is_not_flat_yaml_is_reported_in_one_senten
     ],
 )
 def test_values_of_a_file_are_read_as_the_types_of_the_fields(yaml, content, model, length):
-    assert parse("--config", yaml(content))[:2] == (model, length)
+    assert parse("--config", yaml(content)) == (model, length)
 
 
 def test_written_settings_are_read_back_with_their_types(tmp_path):

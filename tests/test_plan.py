@@ -174,9 +174,9 @@ def test_problems_of_every_kind_are_reported_together(launch, store, tmp_path):
     wrong = {"tokens_per_step": 100, "vocab_size": 301, "mixed_precision": "fp16", "warmup_steps": "x"}
     result = launch("train_accelerate.py", *flags(data=store.folder, **settings, **wrong), CUDA_VISIBLE_DEVICES="")
     assert result.stderr.splitlines() == [
+        "error: Argument --warmup_steps: invalid int value: 'x'. See --help.",
         f"error: {tmp_path}/own.yaml: Unknown key learning_rat. Did you mean learning_rate?",
         f"error: save_steps in {tmp_path}/own.yaml is 0; it must be at least 1.",
-        "error: Argument --warmup_steps/--warmup-steps: invalid int value: 'x'. See --help.",
         "error: mixed_precision is fp16, which needs a GPU, and none was found; use bf16, no or auto.",
         f"error: vocab_size is 301, but the vocabulary of {store.folder} has 300 tokens; remove --vocab_size.",
         f"error: The training split has {store.metadata.train.tokens:,} tokens, fewer than one context of 8192 plus the next "

@@ -92,6 +92,7 @@ def test_contradictions_are_refused(gpt2, run, store, tmp_path):
     )
     (tmp_path / "text.txt").write_text(prose(7), encoding="utf-8")
     other = tokenized(tmp_path / "text.txt", tmp_path / "other", {"validation_fraction": 0.2}, vocab_size=280)
+    refuse("^vocab_size would be ignored, because text is tok", data=tmp_path / "text.txt", vocab_size=300, max_steps=1)
     refuse("have different tokenizers; use a store that was made with the model's own tokenizer", data=other.folder)
     refuse("gpt2 is neither a local folder nor a Hub id .* Did you mean openai-community/gpt2", source="gpt2")
     refuse("init_from would be ignored, because resume_from_checkpoint has other weights", resume_from_checkpoint=run)

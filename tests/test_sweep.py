@@ -64,8 +64,8 @@ def test_all_problems_are_reported_before_the_first_run(store, tmp_path):
     arguments = command(store, tmp_path / "sweep", n_head=3, n_embd=16)
     for added, sentence in {
         "learning_rat=1": "Unknown flag --learning_rat. Did you mean --learning_rate?",
-        "weight_decay=0,x": "--weight_decay/--weight-decay: invalid float value: 'x'",
-        "adam_beta2=0.9,": "--adam_beta2/--adam-beta2: invalid float value: ''",
+        "weight_decay=0,x": "--weight_decay: invalid float value: 'x'",
+        "adam_beta2=0.9,": "--adam_beta2: invalid float value: ''",
         "warmup_steps=1,3": "--warmup_steps is given twice",
         "output_dir=a,b": "--output_dir is given twice",
     }.items():

@@ -67,7 +67,8 @@ def test_report_shows_speed_and_settings(train, tmp_path, monkeypatch, capsys):
     # 6 * (12 * 16^2 + 300 * 16) + 6 * 16 * 16 operations per token
     assert logged[-1]["mfu"] == pytest.approx(logged[-1]["tokens_per_second"] * 48768 / 1e12, abs=1e-4)
     assert re.search(
-        r"step 6/6  loss +[\d.]+  norm +[\d.]+  lr 0.00e\+00 +[\d,]+ tok/s  [\d.]+ s/step  MFU +\d+%  data +[\d.]+%  peak [\d.]+ GB  ETA 0:00\n",
+        r"step 6/6  loss +[\d.]+  norm +[\d.]+  lr 0.00e\+00 +[\d,]+ tok/s  [\d.]+ s/step  MFU +\d+%  data +[\d.]+%  "
+        r"peak [\d.]+ GB  ETA 0:00\n",
         capsys.readouterr().out,
     )
     report = (run / "report.md").read_text()
@@ -126,8 +127,8 @@ def test_last_validation_also_scores_the_sample_of_earlier_ones(train, store, tm
     assert comparable_loss(first) == first["eval_loss"]
     said, report = capsys.readouterr().out, (run / "report.md").read_text()
     assert re.search(
-        rf"step 6: validation loss {last['eval_loss']:.4f}, perplexity [\d.]+, [\d.]+ bits per byte on all held-out text "
-        r"\(best on the sample\)\n",
+        rf"step 6: validation loss {last['eval_loss']:.4f}, perplexity [\d.]+, [\d.]+ bits per byte on all held-out "
+        r"text \(best on the sample\)\n",
         said,
     )
     assert f"on the sample: the lowest is {sampled:.4f}, at step 6." in " ".join(report.split())

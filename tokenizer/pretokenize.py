@@ -84,7 +84,7 @@ class PretokenizeArguments:
 
 def check(options: PretokenizeArguments, *parts) -> None:
     """Raise a `UserError` with all problems that can be found before the text is read, one per line."""
-    problems = Problems([*options.problems(), *options.recipe(*parts).problems()])
+    problems = Problems([] if options.list else [*options.problems(), *options.recipe(*parts).problems()])
     if options.shard is not None and parts[0].limit != NO_LIMIT:
         problems.add(
             "max_bytes and max_documents cannot be combined with shard, because a shard does not know the text before it."
@@ -97,10 +97,10 @@ def check(options: PretokenizeArguments, *parts) -> None:
 def main(arguments: list[str]) -> None:
     kinds = (PretokenizeArguments, CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
     parser = FlagParser(kinds, __doc__.splitlines()[0], main=MAIN)
-    if "list" in parser.named_flags(arguments):
+    options, *parts = parser.parse(arguments, check=check)
+    if options.list:
         print("\n".join(listed()))
         return
-    options, *parts = parser.parse(arguments, check=check)
     say = (lambda text: None) if options.quiet else print
     folder = Path(options.output).expanduser()
     store = pretokenize(options.recipe(*parts), folder, say, options.num_proc, options.share, options.merge)

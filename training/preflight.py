@@ -1,4 +1,4 @@
-"""Checks and decisions before the first step: settings, device, data, plan and starting point. All problems come in one error."""
+"""Checks and decisions before the first step: settings, device, data, plan and starting point."""
 
 import os
 from collections.abc import Iterator
@@ -52,21 +52,21 @@ def setup_of(config: TrainConfig) -> Setup:
         return decide(config.device, config.model.n_positions, config.batch.mask_documents)
     if config.cost.plan_device not in RENTALS:
         Problems(config.cost.problems()).refuse()
-    asked = config.device.mixed_precision
+    precision = config.device.mixed_precision
     rental = RENTALS[config.cost.plan_device]
     best = "fp16" if rental.datasheet in ("T4", "V100") else "bf16"
-    if (asked, best) == ("bf16", "fp16"):
+    if (precision, best) == ("bf16", "fp16"):
         raise UserError(f"mixed_precision is bf16, which a {rental.name} does not support; use fp16 or auto.")
     notes = ()
     if rental.too_old is not None:
         notes = (without_kernels(f"the {rental.name}", rental.too_old, "PyTorch's build for CUDA 13"),)
-    precision, device = best if asked == "auto" else asked, config.device
-    more = {name: getattr(device, name) for name in ("torch_compile_mode", "gradient_checkpointing")}
-    return Setup(precision, device.torch_compile != "false", "sdpa", notes, **more)
+    precision, device = best if precision == "auto" else precision, config.device
+    options = {name: getattr(device, name) for name in ("torch_compile_mode", "gradient_checkpointing")}
+    return Setup(precision, device.torch_compile != "false", "sdpa", notes, **options)
 
 
 def with_attention(setup: Setup, config: TrainConfig) -> Setup:
-    """Return the setup with the attention for the context of a chosen model. The launcher's sharding can be read only once."""
+    """Return the setup with the attention for a chosen model. The launcher's sharding can be read only once."""
     return replace(setup, attn_implementation=setup_of(config).attn_implementation)
 
 
@@ -88,8 +88,8 @@ def check(config: TrainConfig) -> None:
     problems.add_of(plan_batches, [config.batch, context, int(os.environ.get("WORLD_SIZE", 1)), 1])
     if config.optim.optimizer == "muon" and setup is not None and setup.sharding is not None and setup.sharding.offload:
         problems.add(
-            "optimizer muon does not work with the launcher's fsdp_offload_params, because its matrix products would run on the "
-            "CPU; set fsdp_offload_params to false, or use adamw."
+            "optimizer muon does not work with the launcher's fsdp_offload_params, because its matrix products would "
+            "run on the CPU; set fsdp_offload_params to false, or use adamw."
         )
     attention = config.device.attn_implementation
     if config.batch.mask_documents and attention.startswith("flash_attention"):
@@ -104,41 +104,43 @@ def _vocabulary_problems(config: TrainConfig, store: TokenStore) -> Iterator[str
     vocab_size = store.metadata.vocab_size
     if config.pretrained_source is not None:
         yield from vocabulary_problems(config.pretrained_source, store)
-    if "vocab_size" in config.flags and (asked := config.overridden_vocab_size(vocab_size)) is not None:
-        yield f"vocab_size is {asked}, but the vocabulary of {store.folder} has {vocab_size} tokens; remove --vocab_size."
+    if "vocab_size" in config.flags and (flag := config.overridden_vocab_size(vocab_size)) is not None:
+        tokens = f"the vocabulary of {store.folder} has {vocab_size} tokens"
+        yield f"vocab_size is {flag}, but {tokens}; remove --vocab_size."
 
 
 def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> Run:
-    """Decide everything about a run whose configuration passed `check`. Raise a `UserError` for problems with data, memory, the run
-    in the folder or its checkpoints. Called by every process. Writes only the files that the backup restores."""
+    """Decide everything about a run whose configuration passed `check`. Raise a `UserError` for problems with data,
+    memory, the run in the folder or its checkpoints. Called by every process. Writes only the files that the backup
+    restores."""
     say, folder = printer(accelerator), config.run.folder
     store = open_store(config.recipe, say)
     tokenizer = store.load_tokenizer()
     backup_dir, keep = config.backup.backup_dir, config.checkpoints_kept
     backup = Backup(backup_dir, folder, keep, say) if backup_dir is not None else None
     choose = partial(choose_checkpoint, config.run, config.settings, backup, bool(restarted().get("has_begun")), say)
-    found = on_main(accelerator, lambda: str(choose() or ""))
-    checkpoint = Path(found) if found else None
+    path = on_main(accelerator, lambda: str(choose() or ""))
+    checkpoint = Path(path) if path else None
     state = load_state(checkpoint) if checkpoint is not None else None
     position = resume_position(state, store.metadata.identity, restarted().get("passed_over", ()))
     plan = make_plan(config, store, tokenizer, accelerator, setup, position)
-    recorded = config.settings.recorded() | {
+    settings = config.settings.recorded() | {
         "data": store.metadata.identity,
         "tokenizer": store.metadata.tokenizer_sha256,
         "max_steps": plan.max_steps,
         "mixed_precision": accelerator.mixed_precision,
     }
-    changes = compare(checkpoint, state, plan.model, recorded, config.settings) if checkpoint is not None else []
+    changes = compare(checkpoint, state, plan.model, settings, config.settings) if checkpoint is not None else []
     changes += jump_at(position.step, state.settings if state else {}, plan.max_steps, config.optim)
-    state = replace(state or TrainState(position, {}), position=position, settings=recorded)
+    state = replace(state or TrainState(position, {}), position=position, settings=settings)
     start = ResumePoint(checkpoint, state, changes)
     is_due = plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, start.step)
     has_it = on_main(accelerator, lambda: has_evaluation(folder.metrics, start.step))
     start = replace(start, owes_validation=is_due and start.is_own(folder) and not has_it)
     if checkpoint is None and (source := config.pretrained_source) is not None:
         start = replace(start, owes_validation=True, pretrained=partial(load_pretrained, source))
-    where = plan.placement.where, accelerator.device, config.batch.mask_documents
-    data = RunData(store, tokenizer, *(place_tokens(store, split, *where) for split in SPLITS))
+    placement = plan.placement.where, accelerator.device, config.batch.mask_documents
+    data = RunData(store, tokenizer, *(place_tokens(store, split, *placement) for split in SPLITS))
     return Run(folder, accelerator, setup, data, plan, start, backup, with_prompts(config.sampling, store, tokenizer))
 
 
@@ -150,14 +152,14 @@ def make_plan(
     setup: Setup,
     position: DataPosition = START,
 ) -> Plan:
-    """Plan a run whose configuration passed `check`. Raise a `UserError` with all problems of data and memory, one per line.
-    After a restart, the micro-batch is at most the size that the previous process found to fit."""
+    """Plan a run whose configuration passed `check`. Raise a `UserError` with all problems of data and memory, one per
+    line. After a restart, the micro-batch is at most the size that the previous process found to fit."""
     problems = Problems(_vocabulary_problems(config, store))
     model = model_config(config.model, store.metadata.vocab_size, tokenizer)
     local, n_bytes = processes_of_this_machine(accelerator), bytes_of(store, *SPLITS)
     placement = problems.add_of(choose_placement, [config.data.data_placement, n_bytes, accelerator.device, local])
-    reserved = placement.reserved if placement is not None else 0
-    available = available_memory(accelerator, config.cost.plan_device, reserved)
+    n_reserved = placement.reserved if placement is not None else 0
+    available = available_memory(accelerator, config.cost.plan_device, n_reserved)
     on_gpu = accelerator.device.type == "cuda" or config.cost.plan_device is not None
     sharded_by = accelerator.num_processes if setup.shards(accelerator) else 1
     program = 0 if on_gpu else psutil.Process().memory_info().rss + PROGRAM_GROWS
@@ -177,10 +179,10 @@ def make_plan(
     return Plan(model, batches, order, steps, placement, memory, available, position)
 
 
-def available_memory(accelerator: Accelerator, plan_device: str | None, reserved: int) -> int:
-    """Return the bytes that a process may use in addition to the `reserved` bytes of tokens."""
+def available_memory(accelerator: Accelerator, plan_device: str | None, n_reserved: int) -> int:
+    """Return the bytes that a process may use in addition to the `n_reserved` bytes of tokens."""
     if plan_device in RENTALS:
         return int(RENTALS[plan_device].gigabytes * 1e9)
     if accelerator.device.type == "cuda":
-        return torch.cuda.mem_get_info(accelerator.device)[0] - reserved
-    return psutil.virtual_memory().available // processes_of_this_machine(accelerator) - reserved
+        return torch.cuda.mem_get_info(accelerator.device)[0] - n_reserved
+    return psutil.virtual_memory().available // processes_of_this_machine(accelerator) - n_reserved

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from common.command_line import HELP, FlagParser, run
+from common.command_line import HELP, FlagParser, flag_name, run, split_flags
 from common.errors import Problems, UserError
 from common.limits import setting
 from common.removal import refuse_replacing
@@ -35,51 +35,49 @@ class SweepArguments:
 
 
 def main(arguments: list[str]) -> None:
-    flags, group = [], (own := [])
-    for argument in arguments:
-        if argument.startswith("-"):
-            group = own if argument in HELP or FlagParser.named_flags([argument]) & {"vary", "output_dir"} else flags
-        group.append(argument)
-    (given,) = FlagParser((SweepArguments,), __doc__.splitlines()[0]).parse(own)
-    varied = [(item.split("=")[0], item.partition("=")[2].split(",")) for item in given.vary]
+    sweep_words, flags = [*HELP & set(arguments)], []
+    for group in split_flags(arguments):
+        (sweep_words if flag_name(group[0]) in SweepArguments.__dataclass_fields__ else flags).extend(group)
+    (options,) = FlagParser((SweepArguments,), __doc__.splitlines()[0]).parse(sweep_words)
+    axes = [(item.split("=")[0], item.partition("=")[2].split(",")) for item in options.vary]
     commands, configs, problems = {}, [], Problems()
-    for pairs in product(*([(name, value) for value in values] for name, values in varied)):
+    for pairs in product(*([(name, value) for value in values] for name, values in axes)):
         command = [*flags, *(part for name, value in pairs for part in (f"--{name}", value))]
         commands[",".join(map("=".join, pairs)).replace("/", "_")] = command
     first = problems.add_of(read_config, [next(iter(commands.values()))])
-    base = Path(given.output_dir or f"{first and first.run.output_dir}-sweep")
+    base = Path(options.output_dir or f"{first and first.run.output_dir}-sweep")
     for name, command in commands.items():
         command += ["--output_dir", str(base / name)]
         configs.append(problems.add_of(read_config, [command, check]))
     problems.add_of(refuse_replacing, [plot := base / "comparison.png"])
     problems.refuse()
-    failed = []
+    failures = []
     for command, config in zip(commands.values(), configs, strict=True):
         folder = config.run.folder
         is_finished = read_status(folder.status).get("state") == "finished" and not config.run.overwrite_output_dir
         if is_finished and not config.settings.differences(read_yaml(folder.config)):
             print(f"{folder.path} is finished.")
         elif train(command):
-            failed.append(str(folder.path))
+            failures.append(str(folder.path))
     if folders := [str(base / name) for name in commands if (base / name).exists()]:  # none with --plan
         compare_runs.main(["--runs", *folders, "--output", str(plot)])
-    if failed:
-        raise UserError(f"{len(failed)} of {len(commands)} runs failed: {', '.join(failed)}.")
+    if failures:
+        raise UserError(f"{len(failures)} of {len(commands)} runs failed: {', '.join(failures)}.")
 
 
 def train(arguments: list[str]) -> int:
-    """Run train_accelerate.py and return its exit code. SIGINT and SIGTERM also end this process, after the run has been saved."""
-    received, tie = [], None
+    """Run train_accelerate.py and return its exit code. SIGINT and SIGTERM end this process, after the run is saved."""
+    signals, tie = [], None
     if sys.platform == "linux":  # if this process is killed, the run is saved and ends
         tie = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
     with subprocess.Popen([sys.executable, str(SCRIPT), *arguments], preexec_fn=tie) as process:  # noqa: PLW1509
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: received.append(number) or process.send_signal(number))
+            signal.signal(number, lambda number, _: signals.append(number) or process.send_signal(number))
         process.wait()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if received:
-        sys.exit(128 + received[0])
+    if signals:
+        sys.exit(128 + signals[0])
     return process.returncode
 
 

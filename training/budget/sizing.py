@@ -113,7 +113,7 @@ def resolve(
     repeats = config.budget.budget is not None and earlier.get("budget") == config.budget.budget
     if repeats:
         values = {name: earlier[name] for name in CHOSEN & earlier.keys() - (config.given - LENGTHS)}
-        config = replace(config.with_settings(values), given=config.given | values.keys())
+        config = config.with_settings(values, "file")
     if "max_steps" in values:
         return config.with_settings(dict.fromkeys(LENGTHS - {"max_steps"})), None
     if config.is_resolved:

@@ -32,7 +32,7 @@ class ChangeArguments:
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunSettings:
     """Settings of a command, with the effect of each on resuming."""
 
     values: Mapping[str, Any]
@@ -53,13 +53,13 @@ class Settings:
         """Return the settings that a checkpoint records."""
         return {name: value for name, value in self.values.items() if self.resume.get(name) not in ("free", "derived")}
 
-    def differences(self, before: Mapping[str, Any]) -> list[str]:
+    def differences(self, old: Mapping[str, Any]) -> list[str]:
         """Return the differences from the config.yaml of a run. A setting missing there has its default."""
-        before = {**self.defaults, **before}
+        old = {**self.defaults, **old}
         return [
-            f"{name} {before.get(name)} -> {value}"
+            f"{name} {old.get(name)} -> {value}"
             for name, value in self.values.items()
-            if self.resume.get(name) != "free" and name not in self.allowed and str(before.get(name)) != str(value)
+            if self.resume.get(name) != "free" and name not in self.allowed and str(old.get(name)) != str(value)
         ]
 
 
@@ -70,50 +70,52 @@ def model_fields(kind: type[GPT2ScratchConfig]) -> list[str]:
 
 
 def compare(
-    checkpoint: Path, state: TrainState, model: GPT2ScratchConfig, now: Mapping[str, Any], settings: Settings
+    checkpoint: Path, state: TrainState, model: GPT2ScratchConfig, new: Mapping[str, Any], settings: RunSettings
 ) -> list[str]:
-    """Return the settings that change when `checkpoint` with its `state` is resumed, one sentence each. Raise a `UserError` with
-    all changes that are not allowed, one per line.
-    `model`: the command's model, compared with the checkpoint's config.json. `now`: settings that its checkpoint would record."""
+    """Return the settings that change when `checkpoint` with its `state` is resumed, one sentence each. Raise a
+    `UserError` with all changes that are not allowed, one per line. `model`: the command's model, compared with the
+    checkpoint's config.json. `new`: settings that its checkpoint would record."""
     try:
-        saved = type(model).from_json_file(checkpoint / "config.json")
+        checkpoint_model = type(model).from_json_file(checkpoint / "config.json")
     except Exception as error:  # many types are possible if another program wrote the file
         problem = " ".join(str(error).split())[:200]
         raise UserError(f"{checkpoint / 'config.json'} is not a configuration of this model: {problem}") from error
     fields = model_fields(type(model))
     older = {"optimizer": "adamw"}  # once the only one, and not recorded
-    before = older | {name: getattr(saved, name) for name in fields} | state.settings
-    now = {name: getattr(model, name) for name in fields} | dict(now)
-    different = {name: _sentence(name, now, before) for name in now if name in before and now[name] != before[name]}
-    allowed = settings.allowed | (TOKEN_IDS if "tokenizer" in settings.allowed else set())
-    refused = []
-    for name, sentence in different.items():
-        if name in fields and not _has_same_shapes(saved, name, now[name]):
-            refused.append(f"{sentence}, so its weights do not fit; start a new run in another --output_dir")
+    old = older | {name: getattr(checkpoint_model, name) for name in fields} | state.settings
+    new = {name: getattr(model, name) for name in fields} | dict(new)
+    differences = {name: _sentence(name, new, old) for name in new if name in old and new[name] != old[name]}
+    exceptions = settings.allowed | (TOKEN_IDS if "tokenizer" in settings.allowed else set())
+    refusals = []
+    for name, sentence in differences.items():
+        if name in fields and not _has_same_shapes(checkpoint_model, name, new[name]):
+            refusals.append(f"{sentence}, so its weights do not fit; start a new run in another --output_dir")
         elif settings.resume.get(name) == "fixed":
-            refused.append(f"{sentence}, so its moments do not fit; start a new run in another --output_dir")
-        elif name in settings.refused.union(fields) - allowed and not (name in TOKEN_IDS and "tokenizer" in different):
-            refused.append(f"{sentence}; if this is intended, add --allow_change {name}")
-    if str(saved.dtype) not in ("None", "float32", "torch.float32"):
-        refused.append(f"its weights are {saved.dtype}, but training needs float32")
-    Problems(f"{checkpoint} cannot be resumed: {difference}." for difference in refused).refuse()
-    return [sentence for name, sentence in different.items() if settings.resume.get(name) != "free"]
+            refusals.append(f"{sentence}, so its moments do not fit; start a new run in another --output_dir")
+        elif name in settings.refused.union(fields) - exceptions and not (
+            name in TOKEN_IDS and "tokenizer" in differences
+        ):
+            refusals.append(f"{sentence}; if this is intended, add --allow_change {name}")
+    if str(checkpoint_model.dtype) not in ("None", "float32", "torch.float32"):
+        refusals.append(f"its weights are {checkpoint_model.dtype}, but training needs float32")
+    Problems(f"{checkpoint} cannot be resumed: {difference}." for difference in refusals).refuse()
+    return [sentence for name, sentence in differences.items() if settings.resume.get(name) != "free"]
 
 
-def _has_same_shapes(saved: GPT2ScratchConfig, name: str, value: Any) -> bool:
-    """Return whether the weights of `saved` fit a model with another value in one field."""
-    changed = deepcopy(saved)
-    setattr(changed, name, value)
+def _has_same_shapes(checkpoint_model: GPT2ScratchConfig, name: str, value: Any) -> bool:
+    """Return whether the weights of `checkpoint_model` fit a model with another value in one field."""
+    variant = deepcopy(checkpoint_model)
+    setattr(variant, name, value)
     with torch.device("meta"):
-        models = [GPT2ScratchForCausalLM._from_config(config) for config in (saved, changed)]
+        models = [GPT2ScratchForCausalLM._from_config(config) for config in (checkpoint_model, variant)]
     shapes = [{key: parameter.shape for key, parameter in model.named_parameters()} for model in models]
     return shapes[0] == shapes[1]
 
 
-def _sentence(name: str, now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+def _sentence(name: str, new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
     if name not in ("tokenizer", "data"):
-        return f"{name} changed from {before[name]} to {now[name]}"
-    kept = find_cached(before["data"])
-    trained_on = f"; the run was trained on {kept}, so resume it with --data {kept}" if kept is not None else ""
+        return f"{name} changed from {old[name]} to {new[name]}"
+    store = find_cached(old["data"])
+    trained_on = f"; the run was trained on {store}, so resume it with --data {store}" if store is not None else ""
     change = "the token store has another tokenizer" if name == "tokenizer" else "the token store has other tokens"
-    return f"{change}, sha256 {now[name][:12]} instead of {before[name][:12]}{trained_on}"
+    return f"{change}, sha256 {new[name][:12]} instead of {old[name][:12]}{trained_on}"

@@ -15,7 +15,7 @@ from training.checkpoints.checkpoint import TrainState
 from training.checkpoints.run_folder import CONFIG_FILE, RunArguments, RunFolder, is_checkpoint, put_back, run_of
 from training.checkpoints.status import check_run_format
 from training.data.batches import START, DataPosition
-from training.plan.compatibility import Settings
+from training.plan.compatibility import RunSettings
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def resume_position(state: TrainState | None, data: str, passed_over: Iterable[S
 
 
 def choose_checkpoint(
-    arguments: RunArguments, settings: Settings, backup: Backup | None, is_restart: bool, say: Callable[[str], None]
+    arguments: RunArguments, settings: RunSettings, backup: Backup | None, is_restart: bool, say: Callable[[str], None]
 ) -> Path | None:
     """Return the checkpoint that this command resumes from, or None for a new run.
     Raise a `UserError` if the command would replace another run, or if a checkpoint is missing or damaged.
@@ -82,7 +82,7 @@ def choose_checkpoint(
 
 
 def _newest(
-    folder: RunFolder, backup: Backup | None, settings: Settings | None, say: Callable[[str], None]
+    folder: RunFolder, backup: Backup | None, settings: RunSettings | None, say: Callable[[str], None]
 ) -> Path | None:
     """Return the newest checkpoint of the folder and its backup. A newer one in the backup is copied to the folder
     first. `settings` (None: the run's own) must match those of the run in the backup."""
@@ -97,7 +97,7 @@ def _newest(
     return checkpoint
 
 
-def _refuse_another(folder: Path, settings_of_run: dict[str, Any], settings: Settings | None) -> None:
+def _refuse_another(folder: Path, settings_of_run: dict[str, Any], settings: RunSettings | None) -> None:
     """Raise a `UserError` that names the settings of the run in the folder that differ."""
     if settings is not None and (changes := settings.differences(settings_of_run)):
         raise UserError(

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 
 LAUNCHER = "GPT2SCRATCH_LAUNCHER"
-# Parent process at start; after a restart (restart.py), the parent of the previous process. Removed from the environment,
-# because it is not the parent of processes that this one starts.
+# Parent process at start; after a restart (restart.py), the parent of the previous process. Removed from the
+# environment, because it is not the parent of processes that this one starts.
 PARENT = int(os.environ.pop(LAUNCHER, os.getppid()))
 # Only `accelerate launch` sets the first variable, and only torchrun the second. A parent process alone does not show a
 # launcher: the parent of `nohup python train_accelerate.py &` is a shell, and its exit must not end the run.
@@ -29,7 +29,7 @@ def is_launched() -> bool:
 
 
 def launch_command() -> str:
-    """Return the command prefix of this run: `python train_accelerate.py`, or `accelerate launch` with its main options."""
+    """Return the command of this run: `python train_accelerate.py`, or `accelerate launch` with its main options."""
     if not is_launched():
         return "python train_accelerate.py"
     file = Path(launcher_option("config_file"))
@@ -40,7 +40,7 @@ def launch_command() -> str:
 
 
 def launcher_option(name: str) -> str:
-    """Return an option's value on the launcher's command line, or an empty string if it is not given or the launcher has exited."""
+    """Return the value of an option of the launcher. It is empty without the option, or if the launcher has exited."""
     words = []
     with suppress(psutil.Error):
         line = psutil.Process(PARENT).cmdline()
@@ -68,14 +68,14 @@ def is_alone_by_mistake() -> bool:
     return has_master or launcher_option("num_processes") not in ("", "0", "1")
 
 
-def die_with_launcher(wanted: bool) -> None:
+def die_with_launcher(enable: bool) -> None:
     """Set whether the system kills this process when its launcher exits. Linux only. Call it from the main thread."""
     if is_launched() and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL if wanted else 0)
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL if enable else 0)
 
 
 def _is_orphan() -> bool:
-    """Return whether the launcher died before `die_with_launcher` was called. In a container, process 1 may be the launcher itself."""
+    """Return whether the launcher died before `die_with_launcher`. In a container, process 1 may be the launcher."""
     if not is_launched() or os.getppid() == PARENT != 1:
         return False
     if os.getppid() != PARENT:

@@ -18,7 +18,8 @@ from training.step.embedding import make_embeddings_deterministic
 
 @dataclass
 class ModelArguments:
-    """Fields of `GPT2ScratchConfig`, with the same names and defaults, except `rope_theta`. The vocabulary comes from the token store."""
+    """Fields of `GPT2ScratchConfig` with their names and defaults, except `rope_theta`. The store has the
+    vocabulary."""
 
     n_layer: int = setting(12, "Transformer blocks.", minimum=1, maximum=1000)
     n_head: int = setting(12, "Heads per block; must divide n_embd.", minimum=1, maximum=1024)
@@ -28,7 +29,8 @@ class ModelArguments:
     activation_function: str = setting("gelu", "gelu (exact), gelu_new (GPT-2's tanh) or relu2 (squared ReLU).")
     normalization: Literal["layer_norm", "rms_norm"] = setting(
         "layer_norm",
-        "rms_norm has no weights, also normalizes the embedding, queries and keys, and zeroes output projections at the start.",
+        "rms_norm has no weights, also normalizes the embedding, queries and keys, and zeroes output projections "
+        "at the start.",
     )
     rope_theta: float | None = setting(
         None, "Base of rotary positions, such as 10000. Default, and 0: learned positions.", minimum=0
@@ -90,6 +92,6 @@ def build_model(
 
 
 def _to_autocasts_precision(_module: nn.Module, _arguments: tuple, stream: torch.Tensor) -> torch.Tensor:
-    """Cast the start of the residual stream (B, T, C) to autocast's precision, in which all blocks already add to it."""
+    """Cast the start of the residual stream (B, T, C) to autocast's precision, in which the blocks add to it."""
     device = stream.device.type
     return stream.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else stream
