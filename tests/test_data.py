@@ -1,6 +1,8 @@
 """Placement of tokens in memory, and document masking in whole runs."""
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -11,8 +13,12 @@ import torch
 
 from conftest import assert_user_error, metrics
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from tokenizer.build.recipe import Recipe
+from tokenizer.corpus.units import Corpus
+from tokenizer.encoding.vocabulary import VocabularyArguments
 from training import evaluate
-from training.data.run_data import choose_placement, processes_of_this_machine
+from training.data import run_data
+from training.data.run_data import choose_placement, find_recorded_store, open_store, processes_of_this_machine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GB = 10**9
@@ -67,6 +73,35 @@ def test_only_processes_of_this_machine_are_counted(monkeypatch):
     assert processes_of_this_machine(eight) == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert processes_of_this_machine(eight) == 2
+
+
+def test_a_text_is_read_by_one_process_and_again_only_if_it_may_have_changed(tmp_path, monkeypatch):
+    read, reads = Corpus.fingerprint, []
+    monkeypatch.setattr(Corpus, "fingerprint", lambda corpus: reads.append(corpus) or read(corpus))
+    monkeypatch.setattr(run_data, "CACHE", tmp_path / "cache")
+    text = tmp_path / "mine.txt"
+    recipe = Recipe([str(text)], vocabulary=VocabularyArguments(tokenizer_type="character"))
+
+    def opened(content: str, time: int | None) -> str:
+        text.write_text(content)
+        if time is not None:
+            os.utime(text, (time, time))
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(lambda _: open_store(recipe, lambda line: None), range(2))
+        assert first.folder == second.folder
+        return first.metadata.identity
+
+    first = opened("a text\n" * 9, 1000)
+    assert (opened("a text\n" * 9, 1000), len(reads)) == (first, 1)
+    assert (opened("a text\n" * 9, 2000), len(reads)) == (first, 2)  # another time, but the same content
+    other = opened("tea at\n" * 9, 3000)  # of the same size
+    assert (other != first, len(reads)) == (True, 3)
+    (tmp_path / "cache" / run_data.TEXT_HASHES).write_text("{")
+    assert (opened("a text\n" * 9, 2000), len(reads)) == (first, 4)
+    assert (opened("tea at\n" * 9, None), len(reads)) == (other, 6)  # it may change within the same tick of the clock
+    text.unlink()
+    assert [find_recorded_store(str(text), identity).metadata.identity for identity in (first, other)] == [first, other]
+    assert find_recorded_store(str(text), "unknown") is None
 
 
 @torch.no_grad()

@@ -1,7 +1,10 @@
 """Training data: the token store of a run, its cache, and the placement of tokens in memory."""
 
 import hashlib
+import json
+import os
 import re
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,15 +16,22 @@ import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import get_int_from_env
+from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from common.errors import UserError
+from common import schema
+from common.atomic import write_atomic
+from common.errors import NONSENSE, UserError
 from common.limits import free, setting
 from tokenizer.build.recipe import Recipe
+from tokenizer.corpus.units import Corpus
 from tokenizer.store.store import TokenStore, read_metadata
 from training.data.tokens import Documents, MemoryMap, Tokens
 
 CACHE = Path(__file__).parents[2] / "data"  # tokenized raw text: one folder per text and settings
+TEXT_HASHES = "text_hashes.json"  # in CACHE: hash of a text by a hash of the names, sizes and times of its files
+# A file that changed so recently may change again without a new time: drives record times in steps of two seconds.
+CLOCK_STEP = 2 * 10**9  # nanoseconds
 # Tokens on the device leave less memory for the micro-batch. They save only the copy of each batch, which is not worth
 # a smaller micro-batch; at a twentieth of the memory, they shrink it by at most that fraction.
 LARGEST_SHARE_OF_DEVICE = 1 / 20
@@ -87,6 +97,15 @@ def find_store(recipe: Recipe) -> TokenStore | None:
         return None
 
 
+def find_recorded_store(data: str, identity: str) -> TokenStore | None:
+    """Return the token store `data`, or if it is text, the cached store with the tokens of this identity. The text is
+    not read. Return None if the store is damaged or no longer exists."""
+    folder = Path(data) if is_store(data) else find_cached(identity)
+    with suppress(UserError):
+        return folder and TokenStore(folder)
+    return None
+
+
 def find_cached(identity: str) -> Path | None:
     """Return the cached token store with the tokens of this identity."""
     for path in CACHE.glob("*/metadata.json"):
@@ -102,10 +121,37 @@ def _folder_of(recipe: Recipe) -> Path:
     [data] = recipe.inputs
     if is_store(data):
         return Path(data)
-    from tokenizer.corpus.units import Corpus
-
-    key = hashlib.sha256(f"{Corpus([data], recipe.corpus).fingerprint()} {recipe.settings()}".encode()).hexdigest()
+    key = _sha256(f"{_text_hash(Corpus([data], recipe.corpus))} {recipe.settings()}")
     return CACHE / f"{name_of(data)}-{key[:12]}"
+
+
+def _text_hash(corpus: Corpus) -> str:
+    """Return the hash of a text. One process reads the text, and again only if name, size or time of a file changed."""
+    if not corpus.all_files:  # a Hub dataset: the hash is that of its name and commit
+        return corpus.fingerprint()
+    path, start = CACHE / TEXT_HASHES, time.time_ns()
+    files = [
+        [os.path.abspath(file.path), os.access(file.path, os.R_OK), file.size, file.modified, file.is_named, file.val]
+        for file in corpus.all_files
+    ]
+    key = _sha256(json.dumps(files))
+    try:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_name(f".{TEXT_HASHES}.lock")):
+            hashes = {}
+            with suppress(OSError, *NONSENSE):  # missing or damaged: the text is read again
+                hashes = schema.read(path, dict[str, str])
+            if key not in hashes:
+                hashes[key] = corpus.fingerprint()
+                if all(file.modified < start - CLOCK_STEP for file in corpus.all_files):
+                    write_atomic(path, schema.sealed(hashes))
+            return hashes[key]
+    except OSError:  # the cache cannot be written
+        return corpus.fingerprint()
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def name_of(data: str) -> str:
