@@ -5,7 +5,8 @@ python -m publishing.demo runs/a/checkpoints/step_00001000 runs/a openai-communi
 python -m publishing.demo user/a user/b --space user/demo          # as a Space on the Hub; --dry_run does not upload
 """
 
-import training.runtime.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
+# First: torch reads its settings; also for Ctrl-C during the other imports.
+import training.runtime.threads  # noqa: F401
 
 import json
 import shutil
@@ -64,21 +65,23 @@ class DemoArguments:
     dry_run: bool = setting(False, "Assemble the Space's folder, but do not upload it.")
 
     def check(self) -> None:
-        found = Problems()
+        problems = Problems()
         if len(self.models) > MAX_MODELS:
-            found.add(f"{len(self.models)} models are given; the page shows at most {MAX_MODELS}.")
+            problems.add(f"{len(self.models)} models are given; the page shows at most {MAX_MODELS}.")
         if self.space is None:
-            unused, reason = ("private", "dry_run"), "applies only to a Space; add --space user/name."
+            names, reason = ("private", "dry_run"), "applies only to a Space; add --space user/name."
         else:
-            found.add_of(check_repo_id, [self.space])
-            unused, reason = ("port", "share"), "applies only to the local page; leave it out with --space."
+            problems.add_of(check_repo_id, [self.space])
+            names, reason = ("port", "share"), "applies only to the local page; leave it out with --space."
             for name in self.models:
                 if Path(name).exists() or name.partition("@")[0].count("/") != 1 or name.startswith("runs/"):
-                    found.add(f"{name} is not a model on the Hub; push it with push_to_hub.py and use its user/name.")
-        for name in unused:
+                    problems.add(
+                        f"{name} is not a model on the Hub; push it with push_to_hub.py and use its user/name."
+                    )
+        for name in names:
             if getattr(self, name):
-                found.add(f"--{name} {reason}")
-        found.refuse()
+                problems.add(f"--{name} {reason}")
+        problems.refuse()
 
 
 def main(arguments: list[str]) -> None:
@@ -111,7 +114,8 @@ def show(names: list[str], port: int | None, share: bool) -> None:
 
 
 def find_models(name: str) -> tuple[list[DemoModel], list[str], list[str]]:
-    """Return the named model with the other checkpoints or branches, and the prompts and the last samples of its run."""
+    """Return the named model with the other checkpoints or branches, and the prompts and the last samples of its
+    run."""
     repository, _, revision = name.partition("@")
     if revision and not Path(name).exists():
         return on_hub(f"{find_model(repository)}@{revision}"), [], []
@@ -125,8 +129,8 @@ def find_models(name: str) -> tuple[list[DemoModel], list[str], list[str]]:
     for folder in dict.fromkeys([path, *complete_checkpoints(run.checkpoints)]):
         step = step_of(folder) if is_checkpoint(folder) else run.newest_step()
         facts = [f"step {step:,}"] if step else []  # the step is unknown if the checkpoints were deleted
-        if step and (scored := scores.get(step)) is not None:
-            facts += [f"validation loss {scored['eval_loss']:.2f}", f"{scored['eval_bits_per_byte']:.2f} bits per byte"]
+        if step and (entry := scores.get(step)) is not None:
+            facts += [f"validation loss {entry['eval_loss']:.2f}", f"{entry['eval_bits_per_byte']:.2f} bits per byte"]
         models.append(DemoModel(f"{title}, {facts.pop(0)}" if is_checkpoint(folder) else title, str(folder), facts))
     samples = [*read_samples(run.samples).values()][-1:]
     return models, read_yaml(run.config).get("sample_prompts") or [], [*chain(*samples)]
@@ -156,8 +160,8 @@ def assemble_space(models: list[str], destination: Path, title: str) -> Path:
     (destination / "models.json").write_text(json.dumps({"title": title, "models": models}, indent=2) + "\n")
     setup = ConfigParser()
     setup.read(REPOSITORY / "setup.cfg", encoding="utf-8")
-    needed = [line for line in setup["options"]["install_requires"].split() if line.startswith(NEEDED)]
-    (destination / "requirements.txt").write_text("\n".join(needed) + "\n")
+    requirements = [line for line in setup["options"]["install_requires"].split() if line.startswith(NEEDED)]
+    (destination / "requirements.txt").write_text("\n".join(requirements) + "\n")
     data = SpaceCardData(
         title=title,
         sdk="gradio",

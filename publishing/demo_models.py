@@ -57,14 +57,16 @@ def _load(source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     except RevisionNotFoundError as error:
         raise loading.ModelError(f"{name} has no revision {revision} on the Hub.") from error
     except Exception as error:  # also of the Hub's HTTP library, and of a full device
-        why = error if isinstance(error, loading.ModelError) else f"{source} cannot be loaded: {_short(error)}."
-        raise loading.ModelError(str(why).replace(folder, source)) from error
+        is_sentence = isinstance(error, loading.ModelError)
+        problem = str(error) if is_sentence else f"{source} cannot be loaded: {_short(error)}."
+        raise loading.ModelError(problem.replace(folder, source)) from error
     loading.arrange_weights(model)
     return model, tokenizer
 
 
 def on_hub(source: str) -> list[DemoModel]:
-    """Return the model `source` and the other branches of its repository, or only the revision of user/name@revision."""
+    """Return the model `source` and the other branches of its repository, or only the revision of
+    user/name@revision."""
     names = [source]
     if "@" not in source:
         with suppress(Exception):  # the Hub does not answer; its HTTP library, and so the exceptions, differ by version
@@ -73,11 +75,11 @@ def on_hub(source: str) -> list[DemoModel]:
     return [DemoModel(name, name, []) for name in names]
 
 
-def sentence(error: Exception, shown: DemoModel) -> str:
+def sentence(error: Exception, entry: DemoModel) -> str:
     """Return one sentence about an error of a model, with its name in place of its path, for visitors."""
     if isinstance(error, loading.ModelError):
-        return str(error).replace(shown.source, shown.name)
-    return f"{shown.name} stopped with an error: {_short(error)}."
+        return str(error).replace(entry.source, entry.name)
+    return f"{entry.name} stopped with an error: {_short(error)}."
 
 
 def _short(error: Exception) -> str:
@@ -111,9 +113,9 @@ class GenerationSettings:
 
 @torch.no_grad()
 def new_tokens(model: PreTrainedModel, ids: list[int], settings: GenerationSettings) -> Iterator[int]:
-    """Yield new tokens after `ids` until the model ends its text. When the context is full, its second half becomes the prompt.
-    At temperature 0 these are the tokens of generate.py. Transformers' `generate` uses one random generator for all threads;
-    here each text has its own, so that a seed gives the same text while others are generated."""
+    """Yield new tokens after `ids` until the model ends its text. When the context is full, its second half becomes the
+    prompt. At temperature 0 these are the tokens of generate.py. Transformers' `generate` uses one random generator for
+    all threads; here each text has its own, so that a seed gives the same text while others are generated."""
     context, ends = model.config.max_position_embeddings, prompts.end_tokens(model)
     generator = torch.Generator(model.device).manual_seed(settings.seed)
     process = settings.processors()
@@ -126,39 +128,41 @@ def new_tokens(model: PreTrainedModel, ids: list[int], settings: GenerationSetti
         output = model(torch.tensor([unread], device=model.device), past_key_values=cache, use_cache=True)
         logits = process(torch.tensor([window], device=model.device), output.logits[:, -1].float())  # (1, V)
         if settings.is_greedy:
-            chosen = int(logits.argmax())
+            token = int(logits.argmax())
         else:
-            chosen = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
-        if chosen in ends:
+            token = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+        if token in ends:
             return
-        yield chosen
-        window = [*window, chosen]
-        unread, cache = [chosen], output.past_key_values
+        yield token
+        window = [*window, token]
+        unread, cache = [token], output.past_key_values
 
 
 @torch.no_grad()
-def score(shown: DemoModel, text: str) -> dict:
-    """Return the losses of the tokens of `text` within the context in nats, the number of all tokens, and the loss by end of
-    a piece of the text (None for the first token); or the reason why there is none. A character of several tokens is one piece."""
+def score(entry: DemoModel, text: str) -> dict:
+    """Return the losses of the tokens of `text` within the context in nats, the number of all tokens, and the loss by
+    end of a piece of the text (None for the first token); or the reason why there is none. A character of several
+    tokens is one piece."""
     try:
-        model, tokenizer = shown.load()
+        model, tokenizer = entry.load()
         prompts.encode_prompt(tokenizer, text)  # raises a `ModelError` for a character that the tokenizer lacks
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids = torch.tensor(encoded.input_ids[: model.config.max_position_embeddings], device=model.device)
+        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids = torch.tensor(encoding.input_ids[: model.config.max_position_embeddings], device=model.device)
         if len(ids) < 2:
             raise loading.ModelError("The first token has no loss; enter a text of at least two tokens.")
         losses = cross_entropy(model(ids[None]).logits[0, :-1].float(), ids[1:], reduction="none").tolist()
     except Exception as error:  # the other model is scored
-        return {"problem": sentence(error, shown), "pieces": {}}
+        return {"problem": sentence(error, entry), "pieces": {}}
     pieces: dict[int, float | None] = {}
-    for end, loss in zip(accumulate((end for _, end in encoded.offset_mapping), max), [None, *losses], strict=False):
+    for end, loss in zip(accumulate((end for _, end in encoding.offset_mapping), max), [None, *losses], strict=False):
         pieces[end] = loss if pieces.get(end) is None else pieces[end] + loss
-    return {"losses": losses, "tokens": len(encoded.input_ids), "pieces": pieces}
+    return {"losses": losses, "tokens": len(encoding.input_ids), "pieces": pieces}
 
 
 def difference(first: dict[int, float | None], second: dict[int, float | None]) -> dict[int, float | None]:
     """Return the loss of the second model minus that of the first, by positions where a piece of both ends."""
-    sums = [dict(zip(some, accumulate(loss or 0.0 for loss in some.values()), strict=True)) for some in (first, second)]
+    pairs = (first, second)
+    sums = [dict(zip(losses, accumulate(x or 0.0 for x in losses.values()), strict=True)) for losses in pairs]
     ends = sorted(first.keys() & second.keys())
     changes = pairwise(sums[1][end] - sums[0][end] for end in ends)
     return dict(zip(ends, [None, *(later - earlier for earlier, later in changes)], strict=False))

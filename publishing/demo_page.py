@@ -1,11 +1,12 @@
 """Page of the demo: models continue a prompt side by side, chat, and show the loss of each token of a text.
 
-`python -m publishing.demo` serves it. A Space uses it as app.py, with models.json, the style sheet, the template, demo_models.py
-and the model's package; it therefore imports nothing else from this repository.
+`python -m publishing.demo` serves it. A Space uses it as app.py, with models.json, the style sheet, the template,
+demo_models.py and the model's package; it therefore imports nothing else from this repository.
 """
 
 import json
 import os
+import re
 import secrets
 import threading
 import time
@@ -23,16 +24,8 @@ import gradio
 from jinja2 import Template
 
 from modeling_gpt2scratch import loading, prompts
-from publishing.demo_models import (
-    MAX_MODELS,
-    DemoModel,
-    GenerationSettings,
-    difference,
-    new_tokens,
-    on_hub,
-    score,
-    sentence,
-)
+from publishing import demo_models
+from publishing.demo_models import MAX_MODELS, DemoModel, GenerationSettings, new_tokens, on_hub, score, sentence
 
 EXAMPLES = ("Once upon a time", "The most important thing", "In the beginning")
 REFRESH = 0.08  # seconds between updates of the page
@@ -71,29 +64,31 @@ class Continuation:
 
 
 def write(
-    shown: DemoModel, prompt: str | list[dict], settings: GenerationSettings, into: Continuation
+    entry: DemoModel, prompt: str | list[dict], settings: GenerationSettings, continuation: Continuation
 ) -> Iterator[None]:
-    """Append generated text to `into`, one token per step. `prompt`: a text to continue, or a chat to answer."""
+    """Append generated text to `continuation`, one token per step. `prompt`: a text to continue, or a chat to
+    answer."""
     try:
-        (model, tokenizer), written = shown.load(), []
+        (model, tokenizer), tokens = entry.load(), []
         if isinstance(prompt, str):
             ids = prompts.encode_prompt(tokenizer, prompt)
         else:  # at least half of the context is for the chat
-            context, into.is_endless = model.config.max_position_embeddings, not prompts.end_tokens(model)
+            context, continuation.is_endless = model.config.max_position_embeddings, not prompts.end_tokens(model)
             settings = replace(settings, max_new_tokens=max(1, min(settings.max_new_tokens, context // 2)))
-            ids, into.left_out = prompts.chat_ids(tokenizer, prompt, context - settings.max_new_tokens)
-        begun = time.perf_counter()
+            ids, continuation.left_out = prompts.chat_ids(tokenizer, prompt, context - settings.max_new_tokens)
+        start = time.perf_counter()
         for token in new_tokens(model, ids, settings):
-            written.append(token)
-            if len(written) > 1:
-                into.seconds += time.perf_counter() - begun
-            text = tokenizer.decode(written, skip_special_tokens=True)
-            into.text, into.tokens = text.rstrip("\ufffd"), len(written)  # U+FFFD may be an unfinished character
+            tokens.append(token)
+            if len(tokens) > 1:
+                continuation.seconds += time.perf_counter() - start
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            continuation.text = text.rstrip("\ufffd")  # U+FFFD may be an unfinished character
+            continuation.tokens = len(tokens)
             yield  # let the other models continue
-            begun = time.perf_counter()
-        into.state = "complete" if len(written) == settings.max_new_tokens else "ended"
+            start = time.perf_counter()
+        continuation.state = "complete" if len(tokens) == settings.max_new_tokens else "ended"
     except Exception as error:  # the other models continue
-        into.problem, into.state = sentence(error, shown), "refused"
+        continuation.problem, continuation.state = sentence(error, entry), "refused"
 
 
 def side_by_side(
@@ -102,22 +97,23 @@ def side_by_side(
     """Yield all continuations repeatedly until all are done or `stop` is set.
     The models take turns, one token each, because threads were not faster."""
     continuations = [Continuation() for _ in models]
-    writing = [write(shown, prompt, settings, into) for shown, into in zip(models, continuations, strict=True)]
+    writers = [write(entry, prompt, settings, result) for entry, result in zip(models, continuations, strict=True)]
     yield continuations  # before models are loaded
-    seen, done = time.monotonic(), object()
-    while writing and not stop.is_set():
-        writing = [writer for writer in writing if next(writer, done) is not done]
-        if time.monotonic() - seen > REFRESH:
+    time_of_update, end = time.monotonic(), object()
+    while writers and not stop.is_set():
+        writers = [writer for writer in writers if next(writer, end) is not end]
+        if time.monotonic() - time_of_update > REFRESH:
             yield continuations
-            seen = time.monotonic()
-    for into in continuations:
-        if into.state == "writing":
-            into.state = "stopped"
+            time_of_update = time.monotonic()
+    for continuation in continuations:
+        if continuation.state == "writing":
+            continuation.state = "stopped"
     yield continuations
 
 
 def stop_of(request: gradio.Request) -> threading.Event:
-    """Return the event that stops all texts that are being written for a visitor. It exists only while they are written."""
+    """Return the event that stops all texts that are being written for a visitor. It exists only while they are
+    written."""
     return _stops.setdefault(request.session_hash, threading.Event())
 
 
@@ -126,19 +122,19 @@ def stop_writing(request: gradio.Request) -> None:
         stop.set()
 
 
-def continue_tab(models: dict[str, DemoModel], chosen: list[str], examples: list[str]) -> None:
+def continue_tab(models: dict[str, DemoModel], selection: list[str], examples: list[str]) -> None:
     def answer(values: dict, request: gradio.Request) -> Iterator[str]:
-        text = entered(values[prompt])
-        some, settings = [models[source] for source in values[picked][:MAX_MODELS]], settings_of(controls, values)
-        for continuations in side_by_side(some, text, settings, stop_of(request)):
-            yield str(PARTS.cards([*zip(some, continuations, strict=True)], text, settings))
+        text, settings = entered(values[prompt]), settings_of(controls, values)
+        entries = [models[key] for key in values[picker][:MAX_MODELS]]
+        for continuations in side_by_side(entries, text, settings, stop_of(request)):
+            yield str(PARTS.cards([*zip(entries, continuations, strict=True)], text, settings))
 
-    def no_text(sources: list[str]) -> str:
-        return str(PARTS.cards([(models[source], Continuation(state="empty")) for source in sources], "", None))
+    def no_text(keys: list[str]) -> str:
+        return str(PARTS.cards([(models[key], Continuation(state="empty")) for key in keys], "", None))
 
     with gradio.Tab("Continue", elem_classes="tab"):
         with gradio.Column(elem_classes="desk"):
-            picked = picker(models, chosen, "Models", multiselect=True, max_choices=MAX_MODELS)
+            picker = model_picker(models, selection, "Models", multiselect=True, max_choices=MAX_MODELS)
             prompt = text_box("Prompt", examples[0])
             with gradio.Row(elem_classes="bar"):
                 with gradio.Row(elem_classes="examples"):
@@ -147,44 +143,43 @@ def continue_tab(models: dict[str, DemoModel], chosen: list[str], examples: list
                         chip.click(None, None, prompt, js=f"() => {json.dumps(example)}", api_visibility="private")
                 start = start_button("Continue")
             controls = sampling()
-        shown = gradio.HTML(no_text(chosen), elem_id="answers")
+        answers = gradio.HTML(no_text(selection), elem_id="answers")
     gradio.on([start.click, prompt.submit], js=WAIT, **AT_ONCE)
-    gradio.on([start.click, prompt.submit], answer, {prompt, picked, *controls.values()}, shown, **QUEUED)
-    picked.change(no_text, picked, shown, **AT_ONCE)
+    gradio.on([start.click, prompt.submit], answer, {prompt, picker, *controls.values()}, answers, **QUEUED)
+    picker.change(no_text, picker, answers, **AT_ONCE)
 
 
-def chat_tab(models: dict[str, DemoModel], chosen: list[str]) -> None:
-    def refusal_of(source: str) -> str:
+def chat_tab(models: dict[str, DemoModel], selection: list[str]) -> None:
+    def refusal_of(key: str) -> str:
         """Return why a model cannot chat, or an empty text if it can."""
         try:
-            can_chat = models[source].load()[1].chat_template is not None
+            can_chat = models[key].load()[1].chat_template is not None
         except loading.ModelError as error:
-            return sentence(error, models[source])
-        return "" if can_chat else f"{models[source].name} has no chat template: it continues text. Use Continue."
+            return sentence(error, models[key])
+        return "" if can_chat else f"{models[key].name} has no chat template: it continues text. Use Continue."
 
-    def first_chat_model(source: str) -> str:
+    def first_chat_model(key: str) -> str:
         """Return the picked model, or if it cannot chat, the first one that can."""
-        return next((other for other in (source, *chosen) if not refusal_of(other)), source)
+        return next((candidate for candidate in (key, *selection) if not refusal_of(candidate)), key)
 
-    def offer(source: str) -> tuple[str, gradio.Column]:
-        """Show the chat, or the reason why the model cannot chat."""
-        problem = refusal_of(source)
-        return str(PARTS.note(Continuation(state="refused", problem=problem))), gradio.Column(visible=not problem)
+    def refusal_note(key: str) -> str:
+        return str(PARTS.note(Continuation(state="refused", problem=refusal_of(key))))
 
     def bubbles(turns: list[dict[str, str]]) -> list[dict]:
         """Return the messages for the page. Gradio shows HTML in a message even if Markdown is off."""
-        return [said | {"content": [{"type": "text", "text": escape(said["content"] or "…")}]} for said in turns]
+        return [turn | {"content": [{"type": "text", "text": escape(turn["content"] or "…")}]} for turn in turns]
 
-    def answers(values: dict, before: list[dict[str, str]], text: str, request: gradio.Request) -> Iterator[dict]:
-        shown, settings = models[values[picked]], settings_of(controls, values)
-        first = [{"role": "system", "content": entered(values[system])}] if (values[system] or "").strip() else []
-        asked = [*before, {"role": "user", "content": text}]
-        for i, [answer] in enumerate(side_by_side([shown], first + asked, settings, stop_of(request))):
+    def answers(values: dict, turns: list[dict[str, str]], text: str, request: gradio.Request) -> Iterator[dict]:
+        """Yield updates of the page while a model answers `text` after the earlier `turns`."""
+        entry, settings, instructions = models[values[picker]], settings_of(controls, values), entered(values[system])
+        opening = [{"role": "system", "content": instructions}] * bool(instructions.strip())
+        chat = [*turns, {"role": "user", "content": text}]
+        for i, [answer] in enumerate(side_by_side([entry], opening + chat, settings, stop_of(request))):
             is_refused = answer.state == "refused" and not answer.tokens
-            now = before if is_refused else [*asked, {"role": "assistant", "content": answer.text}]
+            result = turns if is_refused else [*chat, {"role": "assistant", "content": answer.text}]
             # Later updates leave out the text box, because the next message may be typed during an answer.
             box = {message: text if is_refused else ""} if is_refused or i == 0 else {}
-            yield {history: now, talk: bubbles(now), note: str(PARTS.note(answer, shown, settings))} | box
+            yield {history: result, talk: bubbles(result), note: str(PARTS.note(answer, entry, settings))} | box
 
     def reply(values: dict, request: gradio.Request) -> Iterator[dict]:
         if (text := entered(values[message])).strip():
@@ -195,84 +190,83 @@ def chat_tab(models: dict[str, DemoModel], chosen: list[str]) -> None:
 
     def reply_again(values: dict, request: gradio.Request) -> Iterator[dict]:
         """Replace the last answer. A message that is being typed stays."""
-        *before, asked, _ = values[history]
-        for update in answers(values, before, asked["content"], request):
+        *turns, question, _ = values[history]
+        for update in answers(values, turns, question["content"], request):
             yield {part: value for part, value in update.items() if part is not message}
 
     def undo(turns: list[dict[str, str]]) -> tuple:
-        *before, asked, _ = turns
-        return before, bubbles(before), asked["content"], no_note
+        *turns, question, _ = turns
+        return turns, bubbles(turns), question["content"], no_note
 
     no_note = str(PARTS.note(Continuation(state="empty")))
     with gradio.Tab("Chat", elem_classes="tab") as tab, gradio.Column(elem_classes="desk"):
-        picked = picker(models, chosen[0], "Model")
-        refusal = gradio.HTML(str(PARTS.note(Continuation(state="loading"))))
-        with gradio.Column(visible=False) as room:
-            history = gradio.State([])
-            talk = gradio.Chatbot(  # not an input, because gradio creates components that a message in it names
-                show_label=False, buttons=[], feedback_options=None, elem_id="talk", allow_tags=False,
-                render_markdown=False, latex_delimiters=[],
-            )  # fmt: skip
-            message = text_box("Message", "", lines=1)  # Enter sends
-            with gradio.Row(elem_classes="bar"):
-                note = gradio.HTML(no_note, elem_classes="examples")
-                start = start_button("Send")
-            controls = sampling("chat_")
-            system = text_box("System message", "", lines=1)
-    picked.change(offer, picked, [refusal, room], **LOADING)
-    picked.input(stop_writing, **AT_ONCE)
-    tab.select(first_chat_model, picked, picked, **LOADING).then(offer, picked, [refusal, room], **LOADING)
-    several, shown = {history, message, picked, system, *controls.values()}, [history, talk, message, note]
+        picker = model_picker(models, selection[0], "Model")
+        history = gradio.State([])
+        talk = gradio.Chatbot(  # not an input, because gradio creates components that a message in it names
+            show_label=False, buttons=[], feedback_options=None, elem_id="talk", allow_tags=False,
+            render_markdown=False, latex_delimiters=[],
+        )  # fmt: skip
+        message = text_box("Message", "", lines=1)  # Enter sends
+        with gradio.Row(elem_classes="bar"):
+            note = gradio.HTML(str(PARTS.note(Continuation(state="loading"))), elem_classes="examples")
+            start = start_button("Send")
+        controls = sampling("chat_")
+        system = text_box("System message", "", lines=1)
+    picker.change(refusal_note, picker, note, **LOADING)
+    picker.input(stop_writing, **AT_ONCE)
+    tab.select(first_chat_model, picker, picker, **LOADING).then(refusal_note, picker, note, **LOADING)
+    inputs, outputs = {history, message, picker, system, *controls.values()}, [history, talk, message, note]
     gradio.on([start.click, message.submit, talk.retry], js=WAIT, **AT_ONCE)
-    gradio.on([start.click, message.submit], reply, several, shown, **QUEUED)
-    talk.retry(reply_again, several, shown, **QUEUED)
-    talk.undo(undo, history, shown, **AT_ONCE)
+    gradio.on([start.click, message.submit], reply, inputs, outputs, **QUEUED)
+    talk.retry(reply_again, inputs, outputs, **QUEUED)
+    talk.undo(undo, history, outputs, **AT_ONCE)
     talk.clear(lambda: ([], no_note), None, [history, note], **AT_ONCE)
 
 
-def loss_tab(models: dict[str, DemoModel], chosen: list[str], example: str) -> None:
-    def watch(text: str, *sources: str) -> Iterator[str]:
+def loss_tab(models: dict[str, DemoModel], selection: list[str], example: str) -> None:
+    def watch(text: str, *keys: str) -> Iterator[str]:
         yield str(PARTS.note(Continuation(state="scoring")))
-        text, pair = entered(text), [models[source] for source in dict.fromkeys(sources)]
-        scores = [score(shown, text) for shown in pair]
-        change = difference(scores[0]["pieces"], scores[-1]["pieces"])
-        yield str(PARTS.losses([*zip(pair, scores, strict=True)], change, text))
+        text, pair = entered(text), [models[key] for key in dict.fromkeys(keys)]
+        scores = [score(entry, text) for entry in pair]
+        changes = demo_models.difference(scores[0]["pieces"], scores[-1]["pieces"])
+        yield str(PARTS.losses([*zip(pair, scores, strict=True)], changes, text))
 
-    first, second = chosen[:2] if len(chosen) > 1 else [[*models][:2][-1], chosen[0]]  # oldest and newest
+    first, second = selection[:2] if len(selection) > 1 else [[*models][:2][-1], selection[0]]  # oldest and newest
     with gradio.Tab("Watch it learn", elem_classes="tab"):
         with gradio.Column(elem_classes="desk"):
             with gradio.Row(elem_classes="pickers"):
-                picked = [picker(models, first, "First"), picker(models, second, "Second")]
+                pickers = [model_picker(models, first, "First"), model_picker(models, second, "Second")]
             text = text_box("Text", example)
             with gradio.Row(elem_classes="bar"):
                 gradio.HTML(str(PARTS.legend()), elem_classes="examples")
                 start = start_button("Score")
-        shown = gradio.HTML(str(PARTS.note(Continuation(state="empty"))), elem_id="losses")
+        losses = gradio.HTML(str(PARTS.note(Continuation(state="empty"))), elem_id="losses")
     gradio.on([start.click, text.submit], js=WAIT, **AT_ONCE)
-    gradio.on([start.click, text.submit], watch, [text, *picked], shown, **QUEUED)
+    gradio.on([start.click, text.submit], watch, [text, *pickers], losses, **QUEUED)
 
 
 def build(groups: list[list[DemoModel]], title: str, examples: list[str], text: str) -> gradio.Blocks:
     """Return the page for `serve`. The first model of each group is chosen at first. `text`: the first one to score."""
-    sources = {shown.source: shown for group in groups for shown in group}
+    sources = {entry.source: entry for group in groups for entry in group}
     models = dict(zip(map(str, range(len(sources))), sources.values(), strict=True))  # visitors see no paths
-    chosen = [key for key, shown in models.items() if shown.source in {group[0].source for group in groups}]
+    selection = [key for key, entry in models.items() if entry.source in {group[0].source for group in groups}]
     with gradio.Blocks(title=title, analytics_enabled=False) as page:
         gradio.HTML(str(PARTS.head(title)))
         with gradio.Tabs():
-            continue_tab(models, chosen, examples)
-            chat_tab(models, chosen)
-            loss_tab(models, chosen, text)
+            continue_tab(models, selection, examples)
+            chat_tab(models, selection)
+            loss_tab(models, selection, text)
     return page
 
 
-def picker(models: dict[str, DemoModel], value: str | list[str], label: str, **options: Any) -> gradio.Dropdown:
-    choices = [(shown.name, source) for source, shown in models.items()]
+def model_picker(models: dict[str, DemoModel], value: str | list[str], label: str, **options: Any) -> gradio.Dropdown:
+    choices = [(entry.name, key) for key, entry in models.items()]
     return gradio.Dropdown(choices, value=value, label=label, visible=len(models) > 1, elem_classes="picker", **options)
 
 
 def entered(text: str | None) -> str:
-    """Return the text of a box up to the limit, which the page enforces too, and with ? for surrogates, which JSON cannot hold."""
+    """Return the text of a box up to the limit, which the page enforces too, and with ? for surrogates, which JSON
+    cannot hold."""
     return (text or "")[-LONGEST_PROMPT:].encode("utf-8", "replace").decode()
 
 
@@ -295,8 +289,8 @@ def sampling(prefix: str = "") -> dict[str, gradio.components.Component]:
     with gradio.Accordion("Settings", open=False, elem_classes="settings"), gradio.Row(elem_classes="sliders"):
         controls = {}
         for name, (label, info, low, high, step, value) in SLIDERS.items():
-            own = {"label": label, "info": info, "elem_id": prefix + label.lower().replace(" ", "_").replace("-", "_")}
-            controls[name] = gradio.Slider(low, high, value, step=step, buttons=[], **own)
+            names = {"label": label, "info": info, "elem_id": prefix + re.sub("[ -]", "_", label.lower())}
+            controls[name] = gradio.Slider(low, high, value, step=step, buttons=[], **names)
         controls["seed"] = gradio.Number(
             lambda: None,  # gradio shows a plain None as 0
             label="Seed", info="the same seed gives the same text", placeholder="random",
@@ -306,19 +300,21 @@ def sampling(prefix: str = "") -> dict[str, gradio.components.Component]:
 
 
 def settings_of(controls: dict[str, gradio.components.Component], values: dict) -> GenerationSettings:
-    given = {name: values[control] for name, control in controls.items()}
-    return GenerationSettings(**given | {"seed": secrets.randbelow(10_000) if given["seed"] is None else given["seed"]})
+    settings = {name: values[control] for name, control in controls.items()}
+    seed = secrets.randbelow(10_000) if settings["seed"] is None else settings["seed"]
+    return GenerationSettings(**settings | {"seed": seed})
 
 
 def serve(groups: list[list[DemoModel]], title: str, examples: list[str], text: str, **options: Any) -> None:
-    """Serve the page, print its address, and return when interrupted. Raise an OSError if the port is in use. `options`: of `launch`."""
+    """Serve the page, print its address, and return when interrupted. Raise an OSError if the port is in use.
+    `options`: of `launch`."""
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # no downloads
     page = build(groups, title, examples, text)
-    _, local, shared = page.launch(
+    _, address, public_address = page.launch(
         **options, theme=gradio.themes.Base(**fonts), css_paths=STYLE, footer_links=[],
         run_history=False, quiet=True, prevent_thread_lock=True, max_file_size=0,  # no uploads
     )  # fmt: skip
-    print(f"Open {shared or local} (Ctrl-C stops the server).", flush=True)
+    print(f"Open {public_address or address} (Ctrl-C stops the server).", flush=True)
     page.block_thread()
 
 

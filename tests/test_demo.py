@@ -92,10 +92,11 @@ class Page:
         browser.get(address)
         self.wait_for("return document.querySelector('.tab:has(.card.empty) .settings')?.checkVisibility()")
 
-    def wait_for(self, script: str) -> None:
+    def wait_for(self, script: str):
+        """Return the first result of `script` that is neither false nor null."""
         from selenium.webdriver.support.ui import WebDriverWait
 
-        WebDriverWait(self.browser, 60, poll_frequency=0.02).until(lambda browser: browser.execute_script(script))
+        return WebDriverWait(self.browser, 60, poll_frequency=0.02).until(lambda browser: browser.execute_script(script))
 
     def fill(self, selector: str, text: str) -> None:
         from selenium.webdriver.common.keys import Keys
@@ -112,8 +113,7 @@ class Page:
             self.fill(f"#{name} input[type=number]", value)
 
     def click(self, selector: str) -> None:
-        self.wait_for(f"return [...document.querySelectorAll('{selector}')].some(found => found.checkVisibility())")
-        next(it for it in self.browser.find_elements("css selector", selector) if it.is_displayed()).click()
+        self.wait_for(f"return [...document.querySelectorAll('{selector}')].find(it => it.checkVisibility())").click()
 
     def wait_until_done(self) -> None:
         self.wait_for(
@@ -228,7 +228,7 @@ def test_losses_are_those_of_the_model_and_a_character_of_several_tokens_is_one_
     assert {3, 4} <= set(ends) <= set(range(1, len(text) + 1))  # the ends of é and 🎉
     scores = [demo_page.score(model_at(folder), "The the of to and it with") for folder in (run / "model", letters)]
     assert (scores[1]["tokens"], len(scores[1]["losses"])) == (25, 15)  # the context is 16
-    change = demo_page.difference(*(scored["pieces"] for scored in scores))
+    change = demo_page.demo_models.difference(*(scored["pieces"] for scored in scores))
     assert change.keys() == scores[0]["pieces"].keys() & scores[1]["pieces"].keys()
 
 
@@ -334,7 +334,7 @@ def test_a_dry_run_writes_the_folder_of_the_space(tmp_path, monkeypatch, capsys)
     folder = Path("runs/spaces/try-them")
     assert capsys.readouterr().out == f"Not uploaded (--dry_run): {folder} would be uploaded to me/try-them.\n"
     assert FILES ^ {it.name for it in folder.iterdir()} == {
-        "common/chat_rendering.py",
+        "common",
         ".gpt2scratch.json",
         "modeling_gpt2scratch",
         "publishing",
