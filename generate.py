@@ -7,7 +7,8 @@ python generate.py runs/x --prompt "Once" --num_return_sequences 32 --dtype bflo
 python generate.py runs/x-chats --chat
 """
 
-import training.runtime.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
+# First: torch reads its settings; also for Ctrl-C during the other imports.
+import training.runtime.threads  # noqa: F401
 
 import os
 import re
@@ -68,7 +69,8 @@ def main(arguments: list[str]) -> None:
         raise UserError("num_return_sequences and torch_compile do not apply to a chat; leave them out.")
     source = find_model(options.model)
     model, tokenizer = load_any_model(source, options.dtype)
-    # Keep only the end-of-text tokens. The flags set all other values. A max_length here would cause a warning in every window.
+    # Keep only the end-of-text tokens. The flags set all other values. A max_length here would cause a warning in every
+    # window.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     model = model.to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if options.num_return_sequences == 1:
@@ -95,15 +97,15 @@ def main(arguments: list[str]) -> None:
         continue_texts(model, tokenizer, options.prompt, 1, number, config, write)
         write("\n")
         return
-    for done in range(0, options.num_return_sequences, AT_ONCE):
-        batch = min(AT_ONCE, options.num_return_sequences - done)
+    for first in range(0, options.num_return_sequences, AT_ONCE):
+        batch = min(AT_ONCE, options.num_return_sequences - first)
         for text in continue_texts(model, tokenizer, options.prompt, batch, number, config):
             write(f"{options.prompt}{text}\n")
 
 
 def chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, config: GenerationConfig) -> None:
     """Answer `prompt`, if given, and the lines of stdin. Ctrl-C stops an answer."""
-    most, context = config.max_new_tokens, model.config.max_position_embeddings
+    answer_limit, context = config.max_new_tokens, model.config.max_position_embeddings
     with model_errors():  # there may be no chat template, or one that renders no chat
         chat_ids(tokenizer, [{"role": "user", "content": ""}], context * 3 // 4)
     config.eos_token_id, config.pad_token_id = end_tokens(model) or None, model.config.pad_token_id
@@ -121,29 +123,30 @@ def chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
         elif command[:1] == "/" and command[1:].isalpha():
             note(CHAT_HELP if command == "/help" else f"Unknown command {command}.\n{CHAT_HELP}")
         elif line:
-            asked = [*turns, {"role": "user", "content": line}]
+            chat = [*turns, {"role": "user", "content": line}]
             try:
-                ids, left_out = chat_ids(tokenizer, system + asked, context * 3 // 4)
+                ids, left_out = chat_ids(tokenizer, system + chat, context * 3 // 4)
             except ModelError as problem:
                 note(problem)
                 continue
             if left_out:
                 note(f"The context of {context:,} tokens is full: the oldest {left_out} messages are left out.")
-            limit = min(most, context - len(ids))
+            limit = min(answer_limit, context - len(ids))
             stream, new = TextStream(tokenizer, write), []
             with suppress(KeyboardInterrupt):
                 [new] = continue_tokens(model, torch.tensor([ids], device=model.device), limit, config, stream)
             write("\n")
             if len(new) == limit:
-                why = f"max_new_tokens is {most}" if limit == most else f"the context of {context:,} tokens is full"
-                note(f"The answer ends here: {why}.")
-            said = tokenizer.decode(stream.ids, skip_special_tokens=True)
-            turns = [*asked[left_out:], {"role": "assistant", "content": said}]
+                is_cut = limit == answer_limit
+                reason = f"max_new_tokens is {limit}" if is_cut else f"the context of {context:,} tokens is full"
+                note(f"The answer ends here: {reason}.")
+            answer = tokenizer.decode(stream.ids, skip_special_tokens=True)
+            turns = [*chat[left_out:], {"role": "assistant", "content": answer}]
 
 
 class Writer:
-    """Printer of text that arrives in pieces. On a terminal, a word that reaches the edge moves to the next row, and control characters
-    become U+FFFD, because a model can generate escape codes."""
+    """Printer of text that arrives in pieces. On a terminal, a word that reaches the edge moves to the next row, and
+    control characters become U+FFFD, because a model can generate escape codes."""
 
     row = ""  # text in the current row of the terminal
 
@@ -160,25 +163,25 @@ class Writer:
             return character
         word = re.search(r"[^\s\u2e80-\uffff]*\Z", self.row)[0]  # rows may break between Chinese characters
         self.row = character.strip() if word in ("", self.row) else word
-        moved = cell_len(self.row[:-1])
-        return (f"\x1b[{moved}D\x1b[K" if moved else "") + f"\n{self.row}"
+        width = cell_len(self.row[:-1])
+        return (f"\x1b[{width}D\x1b[K" if width else "") + f"\n{self.row}"
 
 
 write = Writer()
 
 
 def lines(prompt: str) -> Iterator[str]:
-    """Yield `prompt`, if given, and the lines of stdin. In a terminal, lines can be edited, and Ctrl-C clears one: an answer may end just
-    before it is stopped. Ctrl-C twice ends the chat."""
+    """Yield `prompt`, if given, and the lines of stdin. In a terminal, lines can be edited, and Ctrl-C clears one: an
+    answer may end just before it is stopped. Ctrl-C twice ends the chat."""
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115 (None if stdin was closed)
     sys.stdin.reconfigure(errors="replace")
-    typed = str
+    typed_text = str
     if is_terminal := sys.stdin.isatty():
         print(CHAT_HELP)
         with suppress(ImportError):  # Windows lacks it
             import readline  # line editing for input()
 
-            typed = readline.get_line_buffer
+            typed_text = readline.get_line_buffer
     yield prompt
     was_cleared = False
     with suppress(EOFError):
@@ -187,7 +190,7 @@ def lines(prompt: str) -> Iterator[str]:
                 yield input("\n> " if is_terminal else "")
                 was_cleared = False
             except KeyboardInterrupt:
-                if not is_terminal or (was_cleared and not typed()):
+                if not is_terminal or (was_cleared and not typed_text()):
                     raise
                 was_cleared = True
                 print("\nCtrl-C again or Ctrl-D ends the chat.", end="")

@@ -55,8 +55,8 @@ def main(arguments: list[str]) -> None:
     # All checkpoints are checked before the first one is published.
     checkpoints = all_folders(folder) if push.revisions else []
     if options.has_code and not options.trust_folder_code:
-        for each in (folder, *checkpoints):
-            check_code(each)
+        for candidate in (folder, *checkpoints):
+            check_code(candidate)
     if options.format != "gpt2scratch" or options.gguf:
         check_native(folder)
     repository, hub = Repository(push.repo_id, private=push.private), hub_folder_of(folder)
@@ -66,9 +66,9 @@ def main(arguments: list[str]) -> None:
         with FileLock(hub.with_name(f".{hub.name}.lock"), timeout=0):
             url = publish(PublishedModel.read(folder), hub, repository, options, push.dry_run)
             for checkpoint in checkpoints:
-                published = PublishedModel.read(checkpoint)
-                branch = replace(repository, branch=published.training.branch)
-                publish(published, hub.with_name(f"{hub.name}-{branch.branch}"), branch, options, push.dry_run)
+                release = PublishedModel.read(checkpoint)
+                branch = replace(repository, branch=release.training.branch)
+                publish(release, hub.with_name(f"{hub.name}-{branch.branch}"), branch, options, push.dry_run)
     except Timeout as error:  # another process already verifies and uploads this folder
         raise UserError(f"{folder} is being published by another process; wait until it ends.") from error
     except BrokenPipeError:  # the program that reads stdout has ended
@@ -82,14 +82,15 @@ def main(arguments: list[str]) -> None:
 
 
 def publish(
-    published: PublishedModel, hub: Path, repository: Repository, options: FolderArguments, dry_run: bool
+    release: PublishedModel, hub: Path, repository: Repository, options: FolderArguments, dry_run: bool
 ) -> str | None:
-    """Assemble the folder `hub`, verify and upload it, then verify the uploaded files. Return the URL, or None for a dry run."""
+    """Assemble the folder `hub`, verify and upload it, then verify the uploaded files.
+    Return the URL, or None for a dry run."""
     as_branch = f" as {repository.branch}" if repository.branch is not None else ""
-    expected = expect(published)
-    assemble(published, repository, options, hub, expected.text)
-    print(f"{published.folder}{as_branch}:")
-    verify_formats(Location(str(hub.resolve()), options.has_code), expected, options)
+    reference = expect(release)
+    assemble(release, repository, options, hub, reference.text)
+    print(f"{release.folder}{as_branch}:")
+    verify_formats(Location(str(hub.resolve()), options.has_code), reference, options)
     sizes = {name: path.stat().st_size for name, path in published_files(hub).items()}
     for name, size in [*sizes.items(), ("total", sum(sizes.values()))]:
         print(f"  {size:>15,} bytes  {name}", flush=True)
@@ -99,17 +100,17 @@ def publish(
     commit = upload(hub, repository)
     with tempfile.TemporaryDirectory() as cache:
         download(repository.id, commit.oid, Path(cache), hub)
-        verify_formats(Location(repository.id, options.has_code, commit.oid, Path(cache)), expected, options)
+        verify_formats(Location(repository.id, options.has_code, commit.oid, Path(cache)), reference, options)
     if repository.branch is not None:
         discard(hub, HUB_FILES)
     return str(commit.repo_url)
 
 
-def verify_formats(location: Location, expected: Expected, options: FolderArguments) -> None:
+def verify_formats(location: Location, reference: Expected, options: FolderArguments) -> None:
     """Verify a folder or repository and its native twin, of which only the logits are compared."""
-    verify(location, expected)
+    verify(location, reference)
     if options.has_twin:
-        verify(replace(location, subfolder=TWIN, has_code=False), replace(expected, windows={}, run_loss=None))
+        verify(replace(location, subfolder=TWIN, has_code=False), replace(reference, windows={}, run_loss=None))
 
 
 if __name__ == "__main__":

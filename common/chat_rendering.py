@@ -1,8 +1,8 @@
 """Chat templates, rendered by a child process with limits of time, memory and output.
 
-A template is a program of the person who made the model: nested loops, powers and products of text can take any time and
-memory, also within one operation, which nothing in the same process can stop. Windows has no limits of a process; macOS
-limits only the time.
+A template is a program of the person who made the model: nested loops, powers and products of text can take any time
+and memory, also within one operation, which nothing in the same process can stop. Windows has no limits of a process;
+macOS limits only the time.
 """
 
 import atexit
@@ -28,8 +28,8 @@ class TemplateLimitError(Exception):
 
 @cache
 def _child(process_id: int) -> Popen:
-    """Return the child process of a process, because a forked process needs its own. In a session of its own, Ctrl-C does
-    not end it."""
+    """Return the child process of a process, because a forked process needs its own. In a session of its own, Ctrl-C
+    does not end it."""
     options = {"stdin": PIPE, "stdout": PIPE, "stderr": PIPE, "encoding": "ascii", "errors": "replace"}
     child = Popen([sys.executable, __file__], start_new_session=True, **options)
     atexit.register(child.communicate)  # this also ends it
@@ -37,8 +37,8 @@ def _child(process_id: int) -> Popen:
 
 
 def render(conversations: list[Any], **options: Any) -> tuple[list[str], list[Any]]:
-    """Render chats like `render_jinja_template` of Transformers. Raise a `jinja2.TemplateError` if the template fails, and a
-    `TemplateLimitError` if it exceeds a limit or the child process cannot start."""
+    """Render chats like `render_jinja_template` of Transformers. Raise a `jinja2.TemplateError` if the template fails,
+    and a `TemplateLimitError` if it exceeds a limit or the child process cannot start."""
     from jinja2 import TemplateError, TemplateSyntaxError
 
     question = json.dumps([conversations, options])

@@ -1,7 +1,7 @@
 """GPT2Scratch: a GPT-2 implementation for Transformers.
 
-Importing this package registers `model_type: gpt2scratch` with `AutoModel` and the other auto classes. Saved models include the
-two files below, so that they load with `trust_remote_code=True` without this package.
+Importing this package registers `model_type: gpt2scratch` with `AutoModel` and the other auto classes. Saved models
+include the two files below, so that they load with `trust_remote_code=True` without this package.
 """
 
 import transformers

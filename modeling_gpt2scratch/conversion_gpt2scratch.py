@@ -1,11 +1,12 @@
-"""Lossless conversion to Transformers' GPT-2 and Apertus, and from GPT-2 and seed checkpoints (of this project's predecessor).
+"""Lossless conversion to Transformers' GPT-2 and Apertus, and from GPT-2 and seed checkpoints (of this project's
+predecessor).
 
-    python -m modeling_gpt2scratch.conversion_gpt2scratch SRC DST                # GPT-2 or seed checkpoint -> GPT2Scratch
-    python -m modeling_gpt2scratch.conversion_gpt2scratch SRC DST --to native    # GPT2Scratch -> GPT-2 or Apertus
+    python -m modeling_gpt2scratch.conversion_gpt2scratch SRC DST                # from GPT-2 or a seed checkpoint
+    python -m modeling_gpt2scratch.conversion_gpt2scratch SRC DST --to native    # to GPT-2 or Apertus
 
-SRC is a folder or a Hub id. Its kind is read from config.json: GPT-2 or GPT2Scratch from `model_type`, a seed checkpoint
-(`pytorch_model.bin`) from the fields `embed_dim`, `ff_dim` and `max_seq_len`. The tokenizer is converted, too. This file is not
-uploaded with models.
+SRC is a folder or a Hub id. Its kind is read from config.json: GPT-2 or GPT2Scratch from `model_type`, a seed
+checkpoint (`pytorch_model.bin`) from the fields `embed_dim`, `ff_dim` and `max_seq_len`. The tokenizer is converted,
+too. This file is not uploaded with models.
 """
 
 import argparse
@@ -54,8 +55,9 @@ APERTUS_FIELDS = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
     *("rope_parameters", "initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
-# xIELU (Huang and Schlag 2024, arXiv:2411.13010) with these values is softplus(alpha_p) * relu(x)^2. vLLM stores alpha_p and, in
-# eager mode, its softplus in bf16: this value is exact, and its softplus is within 1.5e-6 of 0.90625, which is also exact.
+# xIELU (Huang and Schlag 2024, arXiv:2411.13010) with these values is softplus(alpha_p) * relu(x)^2. vLLM stores
+# alpha_p and, in eager mode, its softplus in bf16: this value is exact, and its softplus is within 1.5e-6 of 0.90625,
+# which is also exact.
 XIELU = {"alpha_p": 0.388671875, "alpha_n": -200.0, "beta": 0.0, "eps": -1e-6}
 # GPT-2's Conv1D stores its weight (in, out), nn.Linear (out, in).
 TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
@@ -90,8 +92,9 @@ SEED_PARAMETERS = {
 
 
 def scratch_config(gpt2: GPT2Config) -> GPT2ScratchConfig:
-    """Return the configuration of the same model. Raise a `ModelError` for GPT-2 options that GPT2Scratch does not support."""
-    foreign = [name for name, ours in GPT2_ONLY.items() if getattr(gpt2, name) != ours]
+    """Return the configuration of the same model. Raise a `ModelError` for GPT-2 options that GPT2Scratch does not
+    support."""
+    foreign = [name for name, value in GPT2_ONLY.items() if getattr(gpt2, name) != value]
     if foreign:
         values = ", ".join(f"{name}={getattr(gpt2, name)}" for name in foreign)
         raise ModelError(f"GPT2Scratch does not support {values}; only the plain GPT-2 architecture can be converted")
@@ -107,8 +110,8 @@ def from_gpt2(gpt2: GPT2LMHeadModel) -> GPT2ScratchForCausalLM:
 
 
 def native_kind(config: GPT2ScratchConfig, to: str = "native") -> str:
-    """Return the `model_type` of the native twin: `to`, or for "native" the class of Transformers that computes the same.
-    Raise a `ModelError` that names the fields and values that the class does not support."""
+    """Return the `model_type` of the native twin: `to`, or for "native" the class of Transformers that computes the
+    same. Raise a `ModelError` that names the fields and values that the class does not support."""
     best = "apertus" if config.is_modern else "gpt2"
     kind = best if to == "native" else to
     required = {
@@ -141,9 +144,9 @@ def to_native(model: GPT2ScratchForCausalLM, to: str = "native") -> GPT2LMHeadMo
 def to_gpt2(model: GPT2ScratchForCausalLM) -> GPT2LMHeadModel:
     """Return the native twin of a GPT-2. Biases that it does not have are zero in the twin."""
     native_kind(model.config, "gpt2")
-    shared = {name: getattr(model.config, name) for name in SHARED_FIELDS}
+    fields = {name: getattr(model.config, name) for name in SHARED_FIELDS}
     # n_ctx: required by llama.cpp's converter.
-    config = GPT2Config(**shared, **GPT2_ONLY, n_ctx=model.config.n_positions)
+    config = GPT2Config(**fields, **GPT2_ONLY, n_ctx=model.config.n_positions)
     state = _transposed(with_biases(model.state_dict()))
     twin = loading.load_weights(GPT2LMHeadModel, None, config, model.dtype, state_dict=state)
     twin.generation_config = model.generation_config
@@ -153,16 +156,17 @@ def to_gpt2(model: GPT2ScratchForCausalLM) -> GPT2LMHeadModel:
 @torch.no_grad()
 def to_apertus(model: GPT2ScratchForCausalLM) -> ApertusForCausalLM:
     """Return the native twin of a model of the modern family, in float32 and untied.
-    Apertus has no normalization after the embedding, so the twin stores the normalized embedding. Rounding it to bf16 would change
-    the logits. The query norm carries the attention scale, and the MLP's output projection the inverse scale of xIELU."""
+    Apertus has no normalization after the embedding, so the twin stores the normalized embedding. Rounding it to bf16
+    would change the logits. The query norm carries the attention scale, and the MLP's output projection the inverse
+    scale of xIELU."""
     native_kind(model.config, "apertus")
-    ours, decoder = model.config, model.transformer
-    C, hs = ours.n_embd, ours.n_embd // ours.n_head
+    source, decoder = model.config, model.transformer
+    C, hs = source.n_embd, source.n_embd // source.n_head
     config = ApertusConfig(
-        **{name: getattr(ours, name) for name in APERTUS_FIELDS},
+        **{name: getattr(source, name) for name in APERTUS_FIELDS},
         intermediate_size=decoder.h[0].mlp.c_fc.out_features,
-        rms_norm_eps=ours.layer_norm_epsilon,
-        attention_dropout=ours.attn_pdrop,
+        rms_norm_eps=source.layer_norm_epsilon,
+        attention_dropout=source.attn_pdrop,
     )
     scale = functional.softplus(torch.tensor(XIELU["alpha_p"]))
     state = {"model.embed_tokens.weight": decoder.ln_e(decoder.wte.weight.float()), "model.norm.weight": torch.ones(C)}
@@ -201,9 +205,9 @@ def from_seed(folder: Path) -> GPT2ScratchForCausalLM:
     """Return the model of a seed checkpoint (`pytorch_model.bin` and `config.json`).
     Raise a `ModelError` if a file is missing or the weights do not match config.json."""
     seed = loading.read_json(folder, CONFIG)
-    if missing := set(SEED_FIELDS.values()) - seed.keys():
-        raise ModelError(f"{CONFIG} lacks {', '.join(sorted(missing))}")
-    config = {ours: seed[theirs] for ours, theirs in SEED_FIELDS.items()}
+    if names := set(SEED_FIELDS.values()) - seed.keys():
+        raise ModelError(f"{CONFIG} lacks {', '.join(sorted(names))}")
+    config = {name: seed[seed_name] for name, seed_name in SEED_FIELDS.items()}
     config |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), seed.get("dropout", 0.0))
     special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1} if seed.get("tokenizer_type") == "bpe" else {}
     config = GPT2ScratchConfig(**config, **special, activation_function="gelu", tie_word_embeddings=False)
@@ -216,11 +220,11 @@ def from_seed(folder: Path) -> GPT2ScratchForCausalLM:
         raise ModelError(
             f"{SEED_WEIGHTS} is damaged or not a plain state dict of tensors, and nothing else is unpickled"
         )
-    named = {_seed_parameter_name(name): tensor for name, tensor in state.items() if "causal_mask" not in name}
-    if config.n_layer > len(named):  # checked first, because building many layers takes time even without weights
-        raise ModelError(f"it has only {len(named)} tensors for {config.n_layer} layers")
-    dtype = next(iter(named.values())).dtype
-    model = loading.load_weights(GPT2ScratchForCausalLM, None, config, dtype, state_dict=named)
+    weights = {_seed_parameter_name(name): tensor for name, tensor in state.items() if "causal_mask" not in name}
+    if config.n_layer > len(weights):  # checked first, because building many layers takes time even without weights
+        raise ModelError(f"it has only {len(weights)} tensors for {config.n_layer} layers")
+    dtype = next(iter(weights.values())).dtype
+    model = loading.load_weights(GPT2ScratchForCausalLM, None, config, dtype, state_dict=weights)
     model.generation_config = GenerationConfig(**special)
     return model
 
@@ -256,14 +260,15 @@ def _transposed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _seed_parameter_name(name: str) -> str:
     """Translate a name: `_orig_mod.blocks.3.attention.qkv.weight` -> `transformer.h.3.attn.c_attn.weight`."""
-    for theirs, ours in SEED_PARAMETERS.items():
-        name = name.replace(f"{theirs}.", ours)
+    for seed_name, our_name in SEED_PARAMETERS.items():
+        name = name.replace(f"{seed_name}.", our_name)
     return name
 
 
 def convert(source: str | Path, destination: str | Path, to: str = "gpt2scratch") -> str:
-    """Convert `source` (a folder or a Hub id) and write the model and its tokenizer to `destination`. Return its `model_type`.
-    Raise a `ModelError` if the source is not recognized or cannot be loaded or converted, or `destination` is not empty."""
+    """Convert `source` (a folder or a Hub id) and write the model and its tokenizer to `destination`. Return its
+    `model_type`. Raise a `ModelError` if the source is not recognized or cannot be loaded or converted, or
+    `destination` is not empty."""
     destination = Path(destination)
     if destination.exists() and not destination.is_dir():
         raise ModelError(f"{destination} is a file; use a new folder.")
@@ -282,8 +287,8 @@ def convert(source: str | Path, destination: str | Path, to: str = "gpt2scratch"
                 f"embed_dim, ff_dim, max_seq_len"
             )
         if kind == "gpt2scratch":
-            described = loading.read_model_config(folder)
-            native_kind(GPT2ScratchConfig.from_dict(described), to)  # before the weights are loaded
+            settings = loading.read_model_config(folder)
+            native_kind(GPT2ScratchConfig.from_dict(settings), to)  # before the weights are loaded
         has_fast = loading.has_tokenizer(folder)
     if kind == "seed":
         loading.fetch(source, SEED_WEIGHTS)
@@ -297,22 +302,22 @@ def convert(source: str | Path, destination: str | Path, to: str = "gpt2scratch"
         model = to_native(model, to) if to != "gpt2scratch" else model
     if tokenizer is not None:
         loading.check_tokenizer(source, model, tokenizer)
-    unfinished = destination / UNFINISHED  # its name is hidden, so the same command can run again after a kill
+    workspace = destination / UNFINISHED  # its name is hidden, so the same command can run again after a kill
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+        shutil.rmtree(workspace, ignore_errors=True)
+        workspace.mkdir(parents=True)
     except OSError as error:
         raise ModelError(f"{destination} cannot be created ({error.strerror}); use another folder.") from error
-    save(model, tokenizer, unfinished)
-    for path in unfinished.iterdir():
+    save(model, tokenizer, workspace)
+    for path in workspace.iterdir():
         path.replace(destination / path.name)
-    unfinished.rmdir()
+    workspace.rmdir()
     return model.config.model_type
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """Save a model and its tokenizer. Transformers 4.57 and 5 both read the tokenizer of a native twin: version 5 writes a class and a
-    field that 4.57 does not know."""
+    """Save a model and its tokenizer. Transformers 4.57 and 5 both read the tokenizer of a native twin: version 5
+    writes a class and a field that 4.57 does not know."""
     model.save_pretrained(folder)
     if tokenizer is None:
         return
@@ -331,7 +336,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, fold
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m modeling_gpt2scratch.conversion_gpt2scratch",
-        description="Convert GPT-2 or seed checkpoints to GPT2Scratch, or GPT2Scratch to GPT-2 or Apertus, without loss.",
+        description="Convert GPT-2 or seed checkpoints to GPT2Scratch, or GPT2Scratch to GPT-2 or Apertus, losslessly.",
     )
     parser.add_argument("source", metavar="SRC", help="model folder or Hub id; config.json determines its kind")
     parser.add_argument("destination", metavar="DST", help="folder to write; must be new or empty")
@@ -344,8 +349,8 @@ def main(arguments: list[str] | None = None) -> int:
         for name in ("source", "destination"):
             if not getattr(options, name).strip():
                 raise ModelError(f"{name} is empty (an unset shell variable?); name a folder.")
-        written = convert(options.source, options.destination, options.to)
-        print(f"Wrote {options.destination} ({written}).", flush=True)
+        kind = convert(options.source, options.destination, options.to)
+        print(f"Wrote {options.destination} ({kind}).", flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except (ModelError, OSError, UnicodeError) as error:

@@ -46,14 +46,14 @@ def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrai
     Raise a `ModelError` if it is damaged, incomplete, of an unknown architecture, or has links out of its folder."""
     with one_sentence(source):
         folder = fetch(source, CONFIG, GENERATION, ADAPTER)
-        described = read_model_config(folder)
+        settings = read_model_config(folder)
         if own_file(folder, ADAPTER) is not None:
             raise ModelError(f"{ADAPTER} makes it an adapter; merge the adapter into its base model first")
         if own_file(folder, GENERATION) is not None:
             read_json(folder, GENERATION)
         types = _stored_types(fetch(source, WEIGHTS, SHARDS, INDEX))
         for name in LAYERS:  # checked first, because building many layers takes time even without weights
-            if isinstance(number := described.get(name), int) and number > len(types):
+            if isinstance(number := settings.get(name), int) and number > len(types):
                 raise ModelError(f"{MISFIT}: {name} is {number}, but there are only {len(types)} tensors")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         # Either setting may name a kernel, which is code from the Hub.
@@ -70,7 +70,8 @@ def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrai
 def load_weights(
     kind: type, folder: Path | None, config: PreTrainedConfig, dtype: str | torch.dtype, **options: Any
 ) -> PreTrainedModel:
-    """Load a model by its class or an auto class. Raise a `ModelError` for missing or unexpected weights, or wrong shapes."""
+    """Load a model by its class or an auto class. Raise a `ModelError` for missing or unexpected weights, or wrong
+    shapes."""
     for to in ({"device_map": "meta"}, {"dtype": dtype}):  # first without allocating memory for weights
         model, report = kind.from_pretrained(
             folder,
@@ -86,12 +87,12 @@ def load_weights(
         problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
         problems += [f"{name} is unknown" for name in sorted(report["unexpected_keys"])]
         problems += [
-            f"{name} is {tuple(found)} instead of {tuple(shape)}"
-            for name, found, shape in sorted(report["mismatched_keys"])
+            f"{name} is {tuple(size)} instead of {tuple(expectation)}"
+            for name, size, expectation in sorted(report["mismatched_keys"])
         ]
         if problems:
-            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-            raise ModelError(f"{MISFIT}: {'; '.join(problems[:3])}{more}")
+            rest = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise ModelError(f"{MISFIT}: {'; '.join(problems[:3])}{rest}")
     return model.eval()
 
 
@@ -150,27 +151,28 @@ def fetch(source: str | Path, *patterns: str) -> Path:
         raise ModelError(f"{source} is neither a local folder nor a model on the Hub that you can access.") from error
     except LocalEntryNotFoundError as error:
         raise ModelError(
-            f"{source} is not a local path, the local Hub cache lacks a model with this name, and the Hub cannot be reached "
-            f"({constants.ENDPOINT}: {_short(error)})."
+            f"{source} is not a local path, the local Hub cache lacks a model with this name, and the Hub cannot be "
+            f"reached ({constants.ENDPOINT}: {_short(error)})."
         ) from error
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """Return the content of config.json. Raise a `ModelError`, without the model's name, if it is damaged or not supported."""
-    described = read_json(folder, CONFIG)
-    kind = described.get("model_type")
-    known = isinstance(kind, str) and kind in CONFIG_MAPPING
-    if not known or CONFIG_MAPPING[kind] not in AutoModelForCausalLM._model_mapping:
+    """Return the content of config.json. Raise a `ModelError`, without the model's name, if it is damaged or not
+    supported."""
+    settings = read_json(folder, CONFIG)
+    kind = settings.get("model_type")
+    is_type = isinstance(kind, str) and kind in CONFIG_MAPPING
+    if not is_type or CONFIG_MAPPING[kind] not in AutoModelForCausalLM._model_mapping:
         raise ModelError(
-            f"its config.json names model_type {str(kind)[:100]!r}, which is not a causal language model of Transformers, and "
-            f"the model's own code is not run"
+            f"its config.json names model_type {str(kind)[:100]!r}, which is not a causal language model of "
+            f"Transformers, and the model's own code is not run"
         )
     # Transformers creates a name for each label.
-    if isinstance(number := described.get("num_labels"), int) and number > MAX_LABELS:
+    if isinstance(number := settings.get("num_labels"), int) and number > MAX_LABELS:
         raise ModelError(f"its config.json sets num_labels to {number}, but a language model has no labels")
-    if refused := [name for name in REFUSED if described.get(name)]:
-        raise ModelError(f"its config.json sets {refused[0]}, which is not supported here")
-    return described
+    for name in filter(settings.get, REFUSED):
+        raise ModelError(f"its config.json sets {name}, which is not supported here")
+    return settings
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -187,22 +189,23 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def own_file(folder: Path, name: str) -> Path | None:
-    """Return a file of a model's folder, or None if it does not exist. Raise a `ModelError` for a link out of the folder."""
+    """Return a file of a model's folder, or None if it does not exist. Raise a `ModelError` for a link out of the
+    folder."""
     path = folder / name
     if not path.is_file():
         return None
-    there, home = path.resolve(), folder.resolve()
+    target, home = path.resolve(), folder.resolve()
     # In the Hub's cache, files of a snapshot are links into the folder `blobs` of the repository.
     blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
-    if not there.is_relative_to(home) and there.parent != blobs:
+    if not target.is_relative_to(home) and target.parent != blobs:
         raise ModelError(f"{name} is a link out of the folder")
     return path
 
 
 def _weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a model. All of them must be in its folder."""
-    if (whole := own_file(folder, WEIGHTS)) is not None:
-        return [whole]
+    if (path := own_file(folder, WEIGHTS)) is not None:
+        return [path]
     if own_file(folder, INDEX) is None:
         raise ModelError(f"{WEIGHTS} is missing")
     names = read_json(folder, INDEX).get("weight_map")
@@ -230,9 +233,9 @@ def _stored_types(folder: Path) -> dict[str, str]:
 
 
 def _check_special_tokens(model: PreTrainedModel) -> None:
-    for file, settings in ((GENERATION, model.generation_config), (CONFIG, model.config)):
+    for file, config in ((GENERATION, model.generation_config), (CONFIG, model.config)):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            value = getattr(settings, name, None)
+            value = getattr(config, name, None)
             ids = value if isinstance(value, list) and value else [value]
             if not all(id is None or (type(id) is int and abs(id) < 2**63) for id in ids):
                 raise ModelError(f"{file} sets {name} to {str(value)[:100]!r}, which is not a token id")

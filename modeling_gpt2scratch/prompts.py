@@ -1,4 +1,4 @@
-"""Prompts and chats for a model: encoding them as ids, and the tokens that end a text. This file is not uploaded with models."""
+"""Prompts and chats for a model as ids, and the tokens that end a text. This file is not uploaded with models."""
 
 import copy
 import re
@@ -36,24 +36,25 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the added token that ends an assistant's turn in the chat template, or None."""
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2 3 4"}]  # three tokens or more
     ids = tokenizer.apply_chat_template(chat, return_dict=False)[-2:]
-    added = {id: token.content for id, token in tokenizer.added_tokens_decoder.items()}
-    return next((id for id in reversed(ids) if added.get(id, "").strip()), None)  # a line break may follow
+    tokens = {id: token.content for id, token in tokenizer.added_tokens_decoder.items()}
+    return next((id for id in reversed(ids) if tokens.get(id, "").strip()), None)  # a line break may follow
 
 
 def _add_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add the token that ends a turn to the model's end tokens, which pre-training on chats does not name in its settings.
-    Make it a special token, because some tokenizers add it as a usual one, which would be shown as text."""
+    """Add the token that ends a turn to the model's end tokens, which pre-training on chats does not name in its
+    settings. Make it a special token, because some tokenizers add it as a usual one, which would be shown as text."""
     with suppress(Exception):  # no template, or one that does not render a chat
-        if (last := turn_end(tokenizer)) is not None:
-            model.generation_config.eos_token_id = list(dict.fromkeys([*end_tokens(model), last]))
-            token = tokenizer.added_tokens_decoder[last]
+        if (end := turn_end(tokenizer)) is not None:
+            model.generation_config.eos_token_id = list(dict.fromkeys([*end_tokens(model), end]))
+            token = tokenizer.added_tokens_decoder[end]
             token.special = True
             tokenizer.add_tokens([token], special_tokens=True)
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], room: int) -> tuple[list[int], int]:
-    """Return at most `room` ids of a chat with an open turn of the assistant, and the number of oldest messages left out for that.
-    A system message stays. Raise a `ModelError` if no template renders the chat or if the last message alone is too long."""
+    """Return at most `room` ids of a chat with an open turn of the assistant, and the number of oldest messages left
+    out for that. A system message stays. Raise a `ModelError` if no template renders the chat or if the last message
+    alone is too long."""
     if tokenizer.chat_template is None:
         raise ModelError("This model has no chat template; fine-tune it on chats first (docs/finetuning.md).")
     system = messages[:1] if messages[0]["role"] == "system" else []
@@ -61,28 +62,29 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]],
         ids = _encode_chat(tokenizer, system + messages[start:])
         if len(ids) <= room:
             return ids, start - len(system)
-    both = "The message and the system message have" if system else "The message has"
-    raise ModelError(f"{both} {len(ids)} tokens, but at most {room} fit; write a shorter text.")
+    subject = "The message and the system message have" if system else "The message has"
+    raise ModelError(f"{subject} {len(ids)} tokens, but at most {room} fit; write a shorter text.")
 
 
 def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
     """Return the ids of a chat. Text of a message that looks like a control token stays text."""
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     control = re.compile(f"({'|'.join(map(re.escape, sorted(special, key=len, reverse=True))) or '(?!)'})")
-    # If there is such text, private-use characters replace the first characters of all control tokens while the template renders.
+    # If there is such text, private-use characters replace the first characters of all control tokens while the
+    # template renders.
     is_masked = any(control.search(message["content"]) for message in messages)
     masks = {ord(token[0]): 0x100000 + i for i, token in enumerate(special)} if is_masked else {}
-    masked = [message | {"content": message["content"].translate(masks)} for message in messages]
+    chat = [message | {"content": message["content"].translate(masks)} for message in messages]
     with one_sentence("The chat template", "does not render this chat"):
-        text = tokenizer.apply_chat_template(masked, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         if not text:
             raise ModelError("it renders an empty text")
     if not is_masked:
         return encode(tokenizer, text)
-    unmasked, ids = {mask: first for first, mask in masks.items()}, []
+    first_characters, ids = {mask: first for first, mask in masks.items()}, []
     tokenizer = copy.deepcopy(tokenizer)  # for `split_special_tokens`, a flag that other threads would see
     for i, part in enumerate(control.split(text)):  # text, control token, text, ..., text
-        ids += encode(tokenizer, part.translate(unmasked), split_special_tokens=i % 2 == 0)
+        ids += encode(tokenizer, part.translate(first_characters), split_special_tokens=i % 2 == 0)
     return ids
 
 
@@ -100,7 +102,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:
-    """Return the ids of `text`. Raise a `ModelError` if it is not UTF-8 or has a character that the tokenizer cannot encode."""
+    """Return the ids of `text`. Raise a `ModelError` if it is not UTF-8 or has a character that the tokenizer cannot
+    encode."""
     try:
         text.encode()
         return tokenizer.encode(text, add_special_tokens=False, verbose=False, **options)

@@ -48,23 +48,24 @@ class FolderArguments:
 
 
 def model_card(
-    published: PublishedModel,
+    release: PublishedModel,
     repository: Repository,
     options: FolderArguments,
     gguf: Iterable[dict[str, Any]] = (),
 ) -> str:
-    """Return the card, built from the run's report or from the README.md of a model folder. `gguf`: facts about the GGUF files."""
-    facts, sections, config = published.facts, published.sections, published.model.config
+    """Return the card, built from the run's report or from the README.md of a model folder.
+    `gguf`: facts about the GGUF files."""
+    facts, sections, config = release.facts, release.sections, release.model.config
     native = native_kind(config) if options.format != "gpt2scratch" else None
-    metadata = _metadata(published, repository, options, "gpt2scratch" if options.has_code else native)
+    metadata = _metadata(release, repository, options, "gpt2scratch" if options.has_code else native)
     license = options.license or sections.get("License") or sections.get("Licence") or metadata.license
-    has_own_evaluation = published.training is None and not published.evaluation
+    has_own_evaluation = release.training is None and not release.evaluation
     author, title = repository.id.split("/")
     variables = {
         "base": "page.md.j2" if facts is None else "report.md.j2",
         "sections": sections,
         "written": WRITTEN,
-        "training": published.training,
+        "training": release.training,
         "repository": repository,
         "more": f', revision="{repository.branch}"' * bool(repository.branch)
         + ", trust_remote_code=True" * options.has_code,
@@ -72,16 +73,16 @@ def model_card(
         "config": config,
         "native": {"gpt2": "GPT-2", "apertus": "Apertus"}.get(native),
         "gguf": gguf,
-        "evaluation": published.evaluation,
+        "evaluation": release.evaluation,
         "own_evaluation": sections.get("Evaluation", "") if has_own_evaluation else "",
-        "measured": published.harness,
+        "measured": release.harness,
         "license": license or NO_LICENSE,
         "author": author,
         "title": title,
         "citation_key": re.sub(r"\W+", "", repository.id).lower(),
         "year": datetime.now(UTC).year,
         "architecture": _architecture(config, (facts or {}).get("settings", {})),
-        **_examples(published),
+        **_examples(release),
     }
     body = environment(TEMPLATES).get_template("card.md.j2").render((facts or {}) | variables).strip() + "\n"
     return str(ModelCard.from_template(metadata, template_str="---\n{{ card_data }}\n---\n\n{{ body }}", body=body))
@@ -102,9 +103,10 @@ def _architecture(config: GPT2ScratchConfig, settings: dict[str, Any]) -> str:
     return sentence
 
 
-def _examples(published: PublishedModel) -> dict[str, Any]:
-    """Return a prompt that leaves room for its continuation, and a text that fits the context. The tokenizer can encode both."""
-    training, tokenizer, context = published.training, published.tokenizer, published.model.config.n_positions
+def _examples(release: PublishedModel) -> dict[str, Any]:
+    """Return a prompt that leaves room for its continuation, and a text that fits the context, both for the
+    tokenizer."""
+    training, tokenizer, context = release.training, release.tokenizer, release.model.config.n_positions
     text = ["The quick brown fox jumps over the lazy dog.", *(training.samples if training is not None else [])][-1]
     prompts = [prompt for prompt in (training.prompts if training is not None else []) if prompt]
     if is_chat := tokenizer.chat_template is not None:
@@ -122,19 +124,19 @@ def _cut(text: str, tokens: int) -> str:
     return text.encode()[:tokens].decode(errors="ignore") or text[:1]
 
 
-def _metadata(published: PublishedModel, repository: Repository, options: FolderArguments, kind: str) -> ModelCardData:
-    training, metadata = published.training, published.metadata
+def _metadata(release: PublishedModel, repository: Repository, options: FolderArguments, kind: str) -> ModelCardData:
+    training, metadata = release.training, release.metadata
     values = {"license": options.license, "language": options.language}
     tags = metadata["tags"] if isinstance(metadata.get("tags"), list) else []
     tags = [kind, *(tag for tag in tags if tag not in ("gpt2scratch", "gpt2", "apertus"))]
-    if training is not None and training.pretrained is None:
+    if training is not None and training.base_model is None:
         tags.insert(1, "from-scratch")
-    if training is not None and training.pretrained is not None and not Path(training.pretrained).exists():
-        values["base_model"] = training.pretrained
+    if training is not None and training.base_model is not None and not Path(training.base_model).exists():
+        values["base_model"] = training.base_model
     if training is not None and training.store is not None:
         values["datasets"] = sorted(set(training.store.metadata.hub_datasets))
-    tasks = published.evaluation.get("tasks", {"configs": {}})
-    results = [*validation_results(published), *published.harness, *harness_entries(tasks)]
+    tasks = release.evaluation.get("tasks", {"configs": {}})
+    results = [*validation_results(release), *release.harness, *harness_entries(tasks)]
     return ModelCardData(
         library_name="transformers",
         pipeline_tag="text-generation",
@@ -144,9 +146,9 @@ def _metadata(published: PublishedModel, repository: Repository, options: Folder
     )
 
 
-def validation_results(published: PublishedModel) -> list[EvalResult]:
+def validation_results(release: PublishedModel) -> list[EvalResult]:
     """Return the run's validation of the checkpoint for the Hub's `model-index`."""
-    record = (published.training and published.training.validation) or {}
+    record = (release.training and release.training.validation) or {}
     return [
         EvalResult(
             task_type="text-generation",

@@ -68,8 +68,8 @@ def write_gguf(
         is_modern = native_kind(config) == "apertus"
     Problems(f"{refusal}: {problem}" for problem in _problems(model, tokenizer)).refuse()
     tensors = _tensors(to_apertus(model) if is_modern else model)
-    with disk_errors(destination), unfinished_path(destination, ".tmp") as unfinished:
-        writer = gguf.GGUFWriter(unfinished, "apertus" if is_modern else "gpt2")
+    with disk_errors(destination), unfinished_path(destination, ".tmp") as path:
+        writer = gguf.GGUFWriter(path, "apertus" if is_modern else "gpt2")
         writer.add_string(FILE_MARK, "GGUF")
         writer.add_name(name)
         if license is not None:
@@ -94,10 +94,10 @@ def write_gguf(
             tensors, exact = tensors | longer, exact | longer.keys()  # few rows; the last row needs full precision
         for tensor_name, tensor in tensors.items():
             if tensor.ndim == 1 or tensor_name in exact:
-                stored = kinds.F32
+                storage = kinds.F32
             else:
-                stored = kinds.Q8_0 if kind == "q8_0" and tensor.shape[1] % 32 == 0 else kinds.F16
-            writer.add_tensor(tensor_name, gguf.quantize(tensor.numpy(), stored), raw_dtype=stored)
+                storage = kinds.Q8_0 if kind == "q8_0" and tensor.shape[1] % 32 == 0 else kinds.F16
+            writer.add_tensor(tensor_name, gguf.quantize(tensor.numpy(), storage), raw_dtype=storage)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -106,9 +106,9 @@ def write_gguf(
 
 @torch.no_grad()
 def logit_difference(model: GPT2ScratchForCausalLM, file: Path, ids: torch.Tensor) -> tuple[float, float]:
-    """Return the differences between GGUF file and float32 model: the largest of a logit, and the loss in nats per token.
-    `ids`: (B, T) int64. Computed in float32 with the file's weights and llama.cpp's activation. The rounding inside
-    llama.cpp is not included."""
+    """Return the differences between GGUF file and float32 model: the largest of a logit, and the loss in nats per
+    token. `ids`: (B, T) int64. Computed in float32 with the file's weights and llama.cpp's activation. The rounding
+    inside llama.cpp is not included."""
     if native_kind(model.config) == "apertus":
         twin = to_apertus(model)
     else:
@@ -122,9 +122,9 @@ def logit_difference(model: GPT2ScratchForCausalLM, file: Path, ids: torch.Tenso
         weight.copy_(torch.from_numpy(np.array(tensors[gguf_name][: len(weight)])))
     largest, losses = 0.0, []
     for row in ids:  # row by row: all logits together might not fit into memory
-        logits = [each(row[None]).logits[0] for each in (model, twin)]  # two arrays (T, V)
+        logits = [module(row[None]).logits[0] for module in (model, twin)]  # two arrays (T, V)
         largest = max(largest, (logits[1] - logits[0]).abs().max().item())
-        losses.append([nn.functional.cross_entropy(each[:-1], row[1:]).item() for each in logits])
+        losses.append([nn.functional.cross_entropy(rows[:-1], row[1:]).item() for rows in logits])
     model_loss, twin_loss = np.mean(losses, axis=0)
     return largest, float(twin_loss - model_loss)
 
@@ -149,8 +149,8 @@ def _with_silent_row(model: str, tensors: dict[str, torch.Tensor]) -> dict[str, 
     constant = (bias / weight).sum()
     if not constant.abs() > 1e-2:
         raise UserError(
-            f"{model} cannot be converted to GGUF: its tokenizer has no end-of-text token, which llama.cpp requires, and "
-            f"one can be added only after training; train the model first."
+            f"{model} cannot be converted to GGUF: its tokenizer has no end-of-text token, which llama.cpp requires, "
+            f"and one can be added only after training; train the model first."
         )
     row = (SILENT_LOGIT / constant / weight)[None]
     heads = [name for name in ("token_embd.weight", "output.weight") if name in tensors]
@@ -164,8 +164,8 @@ def _problems(model: GPT2ScratchForCausalLM, tokenizer: PreTrainedTokenizerBase)
         gap = (ACT2FN[activation](x) - ACT2FN[LLAMA_CPP_GELU](x)).abs().max().item()
     if gap > ACTIVATION_TOLERANCE and native_kind(model.config) == "gpt2":
         yield (
-            f"its activation_function {activation} differs by up to {gap:.2f} from the tanh GELU of llama.cpp; publish it "
-            f"without GGUF."
+            f"its activation_function {activation} differs by up to {gap:.2f} from the tanh GELU of llama.cpp; publish "
+            f"it without GGUF."
         )
     rust, parts = tokenizer.backend_tokenizer, []
     if not encode.is_character(rust):
@@ -183,19 +183,21 @@ def _problems(model: GPT2ScratchForCausalLM, tokenizer: PreTrainedTokenizerBase)
     ]
     if parts:
         yield (
-            f"llama.cpp supports GPT-2's byte-level BPE, but the tokenizer has {', '.join(parts)}; publish without GGUF."
+            f"llama.cpp supports GPT-2's byte-level BPE, but the tokenizer has {', '.join(parts)}; publish without "
+            f"GGUF."
         )
     if not model.config.use_bias and tokenizer.eos_token_id is None and vocabulary.END_OF_TEXT not in rust.get_vocab():
         yield (
-            "its tokenizer has no end-of-text token, which llama.cpp requires, and one can be added only to a model with "
-            "use_bias=True; publish the model without GGUF."
+            "its tokenizer has no end-of-text token, which llama.cpp requires, and one can be added only to a model "
+            "with use_bias=True; publish the model without GGUF."
         )
     if (tokens := max(rust.get_vocab().values()) + 1) > model.config.vocab_size:
         yield f"it has {model.config.vocab_size} embeddings but {tokens} tokens."
 
 
 def _add_vocabulary(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> bool:
-    """Write the tokenizer as a byte-level BPE over GPT-2's words. Return whether an end-of-text token had to be added."""
+    """Write the tokenizer as a byte-level BPE over GPT-2's words. Return whether an end-of-text token had to be
+    added."""
     kinds, rust = gguf.TokenType, tokenizer.backend_tokenizer
     token_of = {i: token for token, i in rust.get_vocab().items()}
     if encode.is_character(tokenizer.backend_tokenizer):

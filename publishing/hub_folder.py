@@ -28,26 +28,27 @@ TWIN = "native"  # name of the subfolder with the native twin
 
 
 def assemble(
-    published: PublishedModel,
+    release: PublishedModel,
     repository: Repository,
     options: FolderArguments,
     destination: Path,
     ids: torch.Tensor,
 ) -> None:
-    """Write the model, its card and the formats in `options` to `destination`. The card compares GGUF and model on `ids` (B, T).
-    Raise a `UserError` if the model cannot have a format, or `destination` was not written by this command."""
-    model, tokenizer = published.model, published.tokenizer
+    """Write the model, its card and the formats in `options` to `destination`. The card compares GGUF and model on
+    `ids` (B, T). Raise a `UserError` if the model cannot have a format, or `destination` was not written by this
+    command."""
+    model, tokenizer = release.model, release.tokenizer
     renew(destination, "hub", HUB_FILES)
     if options.has_code:
-        for path in model_files(published.folder, ALLOWED):
+        for path in model_files(release.folder, ALLOWED):
             shutil.copy(path, destination / path.name)
         if not options.trust_folder_code:
             _write_code(destination)
     if options.format != "gpt2scratch":
         twin = to_native(model)
-        twin = twin.to(published.dtype) if twin.config.model_type == "gpt2" else twin
+        twin = twin.to(release.dtype) if twin.config.model_type == "gpt2" else twin
         save(twin, tokenizer, destination / TWIN if options.has_twin else destination)
-    for plot in published.plots:
+    for plot in release.plots:
         shutil.copy(plot, destination / plot.name)
     gguf, name = [], repository.id.split("/")[1]
     for kind in options.gguf:
@@ -55,19 +56,19 @@ def assemble(
         write_gguf(model, tokenizer, file, kind, name, options.license)
         logits, loss = logit_difference(model, file, ids)
         gguf.append({"name": file.name, "kind": kind.upper(), "logits": logits, "loss": loss, "tokens": ids.numel()})
-    write_atomic(destination / "README.md", model_card(published, repository, options, gguf))
+    write_atomic(destination / "README.md", model_card(release, repository, options, gguf))
     set_default_permissions(destination)
 
 
 def check_code(folder: Path) -> None:
     """Raise a `UserError` for Python files that are not from a version of this project, or code named by the tokenizer.
     Such code would run on every machine that loads the published model."""
-    released = set(RELEASED_CODE.read_text(encoding="utf-8").split())
+    hashes = set(RELEASED_CODE.read_text(encoding="utf-8").split())
     for path in model_files(folder, CODE):
-        if file_sha256(path) not in {*released, file_sha256(OUR_CODE / path.name)}:
+        if file_sha256(path) not in {*hashes, file_sha256(OUR_CODE / path.name)}:
             raise UserError(
-                f"{path} does not match any version of this project; read it, then add --trust_folder_code to publish it, "
-                f"or delete it to publish the current version."
+                f"{path} does not match any version of this project; read it, then add --trust_folder_code to publish "
+                f"it, or delete it to publish the current version."
             )
     for path in model_files(folder, ("tokenizer_config.json",)):
         with model_errors(f"{folder} cannot be published: {{}}."):
@@ -77,7 +78,8 @@ def check_code(folder: Path) -> None:
 
 
 def check_native(folder: Path) -> None:
-    """Raise a `UserError` that names the fields of the model that no native class supports, and so neither does GGUF."""
+    """Raise a `UserError` that names the fields of the model that no native class supports, and so neither does
+    GGUF."""
     with model_errors(), loading.one_sentence(folder, "has neither a native format nor GGUF"):
         native_kind(GPT2ScratchConfig.from_dict(loading.read_model_config(folder)))
 

@@ -1,7 +1,7 @@
 """Load and run a published model with only its own code and files.
 
-verify.py runs this in a separate process, in an empty folder, without a token and without network access. The package of this
-repository cannot be imported there.
+verify.py runs this in a separate process, in an empty folder, without a token and without network access. The package
+of this repository cannot be imported there.
 
 python isolated_check.py request.json
 """
@@ -27,9 +27,9 @@ def scores(model, windows: dict[str, torch.Tensor]) -> tuple[list[float], list[i
     """Return the total loss in nats and the number of targets per window."""
     nats, targets = [], []
     number, context = windows["inputs"].shape
-    at_once = max(1, TOKENS // context)
-    for first in range(0, number, at_once):
-        rows = {name: tensor[first : first + at_once] for name, tensor in windows.items()}
+    rows_per_pass = max(1, TOKENS // context)
+    for first in range(0, number, rows_per_pass):
+        rows = {name: tensor[first : first + rows_per_pass] for name, tensor in windows.items()}
         logits = model(rows["inputs"], position_ids=rows.get("positions"), use_cache=False).logits
         flat = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows["targets"].flatten(), reduction="none")
         nats += flat.view(rows["targets"].shape).sum(1).tolist()
@@ -38,9 +38,9 @@ def scores(model, windows: dict[str, torch.Tensor]) -> tuple[list[float], list[i
 
 
 def restrict(secrets: list[str]) -> None:
-    """Refuse network access, other programs, changes outside the folder of this process and of the Hub's cache, and reading the token
-    or another process, as far as a process can restrict itself. This stops careless code. Malicious code can bypass it by calling
-    the C library."""
+    """Refuse network access, other programs, changes outside the folder of this process and of the Hub's cache, and
+    reading the token or another process, as far as a process can restrict itself. This stops careless code. Malicious
+    code can bypass it by calling the C library."""
 
     def guard(event: str, arguments: tuple) -> None:
         if event in NETWORK:
@@ -67,17 +67,17 @@ def restrict(secrets: list[str]) -> None:
 def main(request: dict) -> None:
     restrict(request["secrets"])
     sys.modules["modeling_gpt2scratch"] = None  # importing this repository's package fails: only published code may run
-    where = {name: request[name] for name in ("revision", "subfolder", "trust_remote_code")}
-    loaded = where | {"output_loading_info": True, "dtype": torch.float32, "use_safetensors": True}
-    _, base = AutoModel.from_pretrained(request["model"], **loaded)
-    model, full = AutoModelForCausalLM.from_pretrained(request["model"], **loaded)
-    tokenizer = AutoTokenizer.from_pretrained(request["model"], **where)
+    location = {name: request[name] for name in ("revision", "subfolder", "trust_remote_code")}
+    options = location | {"output_loading_info": True, "dtype": torch.float32, "use_safetensors": True}
+    _, base = AutoModel.from_pretrained(request["model"], **options)
+    model, full = AutoModelForCausalLM.from_pretrained(request["model"], **options)
+    tokenizer = AutoTokenizer.from_pretrained(request["model"], **location)
     files = load_file(request["files"])
     probe = files.pop("probe")  # (1, T)
     with torch.no_grad():
         beginning = model(probe[:, :-1], use_cache=True).past_key_values
-        last = model(probe[:, -1:], past_key_values=beginning).logits[0]  # (1, V), with cached keys and values
-        logits = torch.cat([model(probe).logits[0], last])  # (T + 1, V)
+        end = model(probe[:, -1:], past_key_values=beginning).logits[0]  # (1, V), with cached keys and values
+        logits = torch.cat([model(probe).logits[0], end])  # (T + 1, V)
     context = model.config.max_position_embeddings
     prompt = files["inputs"][:1, : min(16, context // 2)] if files else probe[:, :1]
     text = model.generate(

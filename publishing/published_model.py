@@ -1,4 +1,5 @@
-"""Model to publish, with all facts that its card, its files and its verification need. Nothing else reads the run folder."""
+"""Model to publish, with all facts for its card, its files and its verification. No other module reads the run
+folder."""
 
 import json
 import re
@@ -41,7 +42,7 @@ class Training:
     data: str  # token store or text
     store: TokenStore | None  # with the tokens that the checkpoint recorded, if it still exists
     mask_documents: bool
-    pretrained: str | None  # model that the run started from
+    base_model: str | None  # model that the run started from
     prompts: list[str]
     samples: list[str]  # texts that the model wrote
 
@@ -69,10 +70,11 @@ class PublishedModel:
 
     @staticmethod
     def read(folder: Path) -> "PublishedModel":
-        """Read a folder of `find_folder`. Raise a `UserError` if a part is missing, damaged, or a link out of the folder."""
+        """Read a folder of `find_folder`. Raise a `UserError` if a part is missing, damaged, or a link out of the
+        folder."""
         run = RunFolder(run_of(folder)) if is_checkpoint(folder) else None
-        if missing := [name for name in (CONFIG, TOKENIZER[0]) if not (folder / name).is_file()]:
-            raise UserError(f"{folder} cannot be published: it lacks {', '.join(missing)}.")
+        if names := [name for name in (CONFIG, TOKENIZER[0]) if not (folder / name).is_file()]:
+            raise UserError(f"{folder} cannot be published: it lacks {', '.join(names)}.")
         for path in run.files if run is not None else [folder / "README.md"]:
             _own(path)
         model, facts = load_own_model(folder, torch.float32), facts_of(run) if run is not None else None
@@ -94,17 +96,17 @@ class PublishedModel:
         )
 
 
-def find_folder(path: Path, wanted: str | None) -> Path:
-    """Return the checkpoint or model folder to publish. `wanted` selects the checkpoint of a run: `last`, `best` or a step (None
-    means `last`). Raise a `UserError` if it does not exist or is damaged."""
+def find_folder(path: Path, choice: str | None) -> Path:
+    """Return the checkpoint or model folder to publish. `choice` selects the checkpoint of a run: `last`, `best` or a
+    step (None means `last`). Raise a `UserError` if it does not exist or is damaged."""
     if (path / CONFIG).is_file() and not is_checkpoint(path) and not RunFolder(path.parent).is_run():
-        if wanted is not None:
-            raise UserError(f"{path} is a model without a run and has no checkpoint {wanted}; leave --checkpoint out.")
+        if choice is not None:
+            raise UserError(f"{path} is a model without a run and has no checkpoint {choice}; leave --checkpoint out.")
         return path
     run = RunFolder(run_of(path))
     if not checkpoints.complete_checkpoints(run.checkpoints):
         raise UserError(f"{run.path} cannot be published: it has no checkpoint yet; train until one is saved.")
-    return _whole(path if is_checkpoint(path) and wanted is None else find_checkpoint(path, wanted or "last"))
+    return _whole(path if is_checkpoint(path) and choice is None else find_checkpoint(path, choice or "last"))
 
 
 def all_folders(checkpoint: Path) -> list[Path]:
@@ -125,12 +127,12 @@ def hub_folder_of(folder: Path) -> Path:
     return folder.resolve().with_name(f"{folder.resolve().name}-hub")
 
 
-def model_files(folder: Path, allowed: tuple[str, ...]) -> list[Path]:
+def model_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     """Return the model's files that match a pattern. Files that a checkpoint's manifest does not list are left out.
     Raise a `UserError` for a link that leads out of the folder."""
     names = checkpoints.listed_files(folder) if is_checkpoint(folder) else [path.name for path in folder.iterdir()]
     paths = [folder / name for name in names if "/" not in name]
-    return [_own(path) for path in paths if path.is_file() and any(fnmatch(path.name, name) for name in allowed)]
+    return [_own(path) for path in paths if path.is_file() and any(fnmatch(path.name, name) for name in patterns)]
 
 
 def _own(path: Path) -> Path | None:
@@ -156,7 +158,7 @@ def _training(run: RunFolder, checkpoint: Path) -> Training:
         data=config.data.data,
         store=find_recorded_store(config.data.data, state.settings["data"]),
         mask_documents=config.batch.mask_documents,
-        pretrained=config.run.init_from,
+        base_model=config.run.init_from,
         prompts=config.sampling.sample_prompts,
         samples=[text for texts in read_samples(run.samples).values() for text in texts if text],
     )
@@ -182,8 +184,8 @@ def _harness_results(home: RunFolder, folder: Path) -> list[EvalResult]:
     paths = filter(Path.is_file, home.evaluations.glob("**/results_*.json"))
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         try:
-            measured = json.loads(path.read_text(encoding="utf-8"))
-            model, entries = Path(measured["model_name"]).resolve(), list(harness_entries(measured))
+            content = json.loads(path.read_text(encoding="utf-8"))
+            model, entries = Path(content["model_name"]).resolve(), list(harness_entries(content))
             {entry.unique_identifier for entry in entries}  # a card groups results by this identifier
         except NONSENSE as error:
             raise UserError(f"{path} is incomplete or damaged; delete it, or run lm_eval again.") from error
@@ -196,12 +198,12 @@ def _harness_results(home: RunFolder, folder: Path) -> list[EvalResult]:
     return results
 
 
-def harness_entries(measured: dict[str, Any]) -> Iterator[EvalResult]:
+def harness_entries(content: dict[str, Any]) -> Iterator[EvalResult]:
     """Yield the results in a file of lm-eval for the Hub's `model-index`."""
-    for name, task in measured["configs"].items():
+    for name, task in content["configs"].items():
         # Local tasks have no dataset id on the Hub, and a local path must not be published.
         is_local = task["dataset_path"] in (None, "json") or Path(task["dataset_path"]).is_absolute()
-        for key, value in measured["results"][name].items():
+        for key, value in content["results"][name].items():
             metric, _, name_of_filter = key.partition(",")
             if name_of_filter and not metric.endswith("_stderr") and isinstance(value, float):
                 yield EvalResult(
@@ -212,6 +214,6 @@ def harness_entries(measured: dict[str, Any]) -> Iterator[EvalResult]:
                     dataset_split=task.get("test_split") or task.get("validation_split"),
                     metric_type=metric,
                     metric_value=value,
-                    source_name=f"lm-eval {measured['lm_eval_version']}, {measured['n-shot'][name]}-shot",
+                    source_name=f"lm-eval {content['lm_eval_version']}, {content['n-shot'][name]}-shot",
                     source_url=HARNESS,
                 )

@@ -1,4 +1,5 @@
-"""Upload of a folder to a repository on the Hub, in one commit, with the token of `hf auth login` or of the environment.
+"""Upload of a folder to a repository on the Hub, in one commit, with the token of `hf auth login` or of the
+environment.
 
 Large files are sent before the commit that adds them. After an interruption the repository is unchanged, and files that
 arrived are not sent again. (`upload_folder` makes several commits if Xet is installed.)
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -59,7 +61,8 @@ def check_access(repository: Repository) -> None:
         names = [user["name"], *(organization["name"] for organization in user.get("orgs", []))]
         if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
             raise UserError(
-                f"The token of {user['name']} is read-only: create a token with write access at {TOKENS}, then run `hf auth login`."
+                f"The token of {user['name']} is read-only: create a token with write access at {TOKENS}, then run "
+                f"`hf auth login`."
             )
         if owner not in names:
             raise UserError(
@@ -72,18 +75,18 @@ def check_access(repository: Repository) -> None:
             return
         if repository.private and is_public:
             raise UserError(
-                f"{repo_id} exists and is public, so --private has no effect; make it private in its settings on the Hub, or "
-                f"use another repository."
+                f"{repo_id} exists and is public, so --private has no effect; make it private in its settings on the "
+                f"Hub, or use another repository."
             )
 
 
 def check_models(names: list[str]) -> None:
     """Raise a `UserError` if a model does not exist on the Hub or is not public."""
     with _hub_errors(f"access {', '.join(names)}"):
-        missing = [name for name in names if not HfApi().repo_exists(name, token=False)]
-    if missing:
+        absent = [name for name in names if not HfApi().repo_exists(name, token=False)]
+    if absent:
         raise UserError(
-            f"{', '.join(missing)} does not exist as a public model on the Hub; push it first, without --private."
+            f"{', '.join(absent)} does not exist as a public model on the Hub; push it first, without --private."
         )
 
 
@@ -95,26 +98,26 @@ def published_files(folder: Path) -> dict[str, Path]:
 
 def upload(folder: Path, repository: Repository) -> CommitInfo:
     """Upload the folder as one commit. Create the repository and the branch if they do not exist.
-    In a model repository, files of this project that the folder lacks are deleted; all other files and an edited README.md
-    stay. If the Hub refuses or cannot be reached, a `UserError` is raised and the repository is unchanged."""
+    In a model repository, files of this project that the folder lacks are deleted; all other files and an edited
+    README.md stay. If the Hub refuses or cannot be reached, a `UserError` is raised and the repository is unchanged."""
     hub, repo_id, is_model = HfApi(), repository.id, repository.type == "model"
-    there = {"repo_id": repo_id, "repo_type": repository.type}
-    on_branch = there | {"revision": repository.branch}
+    target = {"repo_id": repo_id, "repo_type": repository.type}
+    on_branch = target | {"revision": repository.branch}
     with _hub_errors(f"upload to {repo_id}"):
         _refuse_bad_metadata(folder / "README.md", repository.type)  # checked before anything is created
-        if not hub.repo_exists(**there):
+        if not hub.repo_exists(**target):
             try:
-                hub.create_repo(**there, private=repository.private, space_sdk=None if is_model else "gradio")
+                hub.create_repo(**target, private=repository.private, space_sdk=None if is_model else "gradio")
             except HfHubHTTPError as error:
                 if error.response.status_code != 409:
                     raise
                 sentence = f"{repo_id} exists on the Hub but is not a {repository.type}; use another name."
                 raise UserError(sentence) from error
         if repository.branch is not None:
-            hub.create_branch(**there, branch=repository.branch, exist_ok=True)
+            hub.create_branch(**target, branch=repository.branch, exist_ok=True)
         paths, names = published_files(folder), hub.list_repo_files(**on_branch)
-        ours = HUB_FILES if is_model else ()
-        stale = [name for name in names if name not in paths and any(fnmatch(name, pattern) for pattern in ours)]
+        patterns = HUB_FILES if is_model else ()
+        stale = [name for name in names if name not in paths and any(fnmatch(name, it) for it in patterns)]
         if is_model and "README.md" in names:
             with tempfile.TemporaryDirectory() as cache:
                 card = Path(hub.hf_hub_download(filename="README.md", cache_dir=cache, **on_branch))
@@ -122,7 +125,8 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
             if is_replaceable is None:
                 del paths["README.md"]
                 print(
-                    f"The README.md of {repo_id} was edited and is kept; delete it there to publish the card of {folder}."
+                    f"The README.md of {repo_id} was edited and is kept; delete it there to publish the card of "
+                    f"{folder}."
                 )
         operations = [CommitOperationAdd(name, path) for name, path in paths.items()]
         operations += [CommitOperationDelete(name) for name in stale]
@@ -132,12 +136,13 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
 def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None:
     """Download the repository into a separate cache. Raise a `UserError` if a file differs from the uploaded one."""
     with _hub_errors(f"read {repo_id} back"):
-        there = Path(HfApi().snapshot_download(repo_id, revision=commit, cache_dir=cache))
+        snapshot = Path(HfApi().snapshot_download(repo_id, revision=commit, cache_dir=cache))
     names = [name for name in published_files(compare_with) if name != "README.md"]  # the Hub's own may have been kept
-    _, different, missing = filecmp.cmpfiles(compare_with, there, names, shallow=False)
-    if wrong := sorted(different + missing):
+    _, *differences = filecmp.cmpfiles(compare_with, snapshot, names, shallow=False)
+    if names := sorted(chain(*differences)):
         raise UserError(
-            f"Files of {repo_id} on the Hub differ from the uploaded ones ({', '.join(wrong[:5])}); run this command again."
+            f"Files of {repo_id} on the Hub differ from the uploaded ones ({', '.join(names[:5])}); run this command "
+            f"again."
         )
 
 
@@ -156,19 +161,19 @@ def _refuse_bad_metadata(card: Path, repo_type: str) -> None:
 @contextmanager
 def _hub_errors(action: str) -> Iterator[None]:
     """Turn errors of the Hub and of the network into one sentence."""
-    again = "run this command again; files that arrived are not sent twice"
+    remedy = "run this command again; files that arrived are not sent twice"
     try:
         yield
     except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(f"Interrupted, could not {action}; {again}.") from error
+        raise KeyboardInterrupt(f"Interrupted, could not {action}; {remedy}.") from error
     except (LocalTokenNotFoundError, UnicodeEncodeError) as error:
         problem = "You are not logged in to the Hub, or the token contains invalid characters"
         raise UserError(f"{problem}: run `hf auth login`, then this command again.") from error
     except HfHubHTTPError as error:
-        raise UserError(f"Could not {action}: the Hub refused: {_on_one_line(error)}; {again}.") from error
+        raise UserError(f"Could not {action}: the Hub refused: {_on_one_line(error)}; {remedy}.") from error
     # RuntimeError: from Xet. ValueError: a response that is not from the Hub.
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
-        raise UserError(f"Could not {action}: the Hub cannot be reached ({_on_one_line(error)}); {again}.") from error
+        raise UserError(f"Could not {action}: the Hub cannot be reached ({_on_one_line(error)}); {remedy}.") from error
 
 
 def _on_one_line(error: Exception) -> str:

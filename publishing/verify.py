@@ -70,68 +70,69 @@ class Location:
 
 
 @torch.no_grad()
-def expect(published: PublishedModel) -> Expected:
+def expect(release: PublishedModel) -> Expected:
     """Compute the expected results."""
-    model, config, training = published.model, published.model.config, published.training
+    model, config, training = release.model, release.model.config, release.training
     ids = torch.arange(min(PROBE_TOKENS, config.n_positions)) * 7919 % config.vocab_size
-    expected = Expected(ids[None], model(ids[None]).logits[0])
+    reference = Expected(ids[None], model(ids[None]).logits[0])
     if training is None:
-        return replace(expected, no_loss_because=f"{published.folder} has no run to compare its loss with")
+        return replace(reference, no_loss_because=f"{release.folder} has no run to compare its loss with")
     if (record := training.validation) is None:
-        return replace(expected, no_loss_because=f"the run has no validation at step {training.step:,}")
+        return replace(reference, no_loss_because=f"the run has no validation at step {training.step:,}")
     if training.store is None:
         reason = f"the text or token store of the run, {training.data}, no longer exists"
-        return replace(expected, no_loss_because=reason)
-    scored = -(-int(record["eval_tokens"]) // config.n_positions)
-    affordable = max(1, int(FORWARD_FLOPS / (2 * model.num_parameters() * config.n_positions)))
-    windows = eval_windows(training.store, config.n_positions, min(scored, affordable), training.mask_documents)
-    return replace(expected, windows=windows, is_sample=affordable < scored, run_loss=record["eval_loss"])
+        return replace(reference, no_loss_because=reason)
+    number = -(-int(record["eval_tokens"]) // config.n_positions)
+    limit = max(1, int(FORWARD_FLOPS / (2 * model.num_parameters() * config.n_positions)))
+    windows = eval_windows(training.store, config.n_positions, min(number, limit), training.mask_documents)
+    return replace(reference, windows=windows, is_sample=limit < number, run_loss=record["eval_loss"])
 
 
-def verify(location: Location, expected: Expected) -> None:
+def verify(location: Location, reference: Expected) -> None:
     """Load and run the published model in a fresh process and print the result.
     Raise a `UserError` if it does not load, has missing or unexpected weights, or computes different results."""
-    answer, logits = _run_isolated(location, expected)
-    difference = cached = math.inf
-    if logits.shape[-1] == expected.logits.shape[-1]:
-        difference = (logits[:-1] - expected.logits).abs().max().item()
-        cached = (logits[-1] - expected.logits[-1]).abs().max().item()
-    problems, largest = Problems(), max(1.0, expected.logits.abs().max().item())
-    vocab_size = expected.logits.shape[-1]
+    answer, logits = _run_isolated(location, reference)
+    difference = cache_difference = math.inf
+    if logits.shape[-1] == reference.logits.shape[-1]:
+        difference = (logits[:-1] - reference.logits).abs().max().item()
+        cache_difference = (logits[-1] - reference.logits[-1]).abs().max().item()
+    problems, largest = Problems(), max(1.0, reference.logits.abs().max().item())
+    vocab_size = reference.logits.shape[-1]
     if answer["wrong_keys"]:
         problems.add(f"{location} has missing or unexpected weights: {', '.join(answer['wrong_keys'][:5])}.")
     if not difference <= LOGITS_TOLERANCE * largest:
         problems.add(f"{location} computes logits that differ by {difference:.1e} in a fresh process.")
-    elif not cached <= CACHE_TOLERANCE * largest:
-        problems.add(f"{location} computes logits that differ by {cached:.1e} with cached keys and values.")
+    elif not cache_difference <= CACHE_TOLERANCE * largest:
+        problems.add(f"{location} computes logits that differ by {cache_difference:.1e} with cached keys and values.")
     if answer["vocabulary"] != vocab_size:
         problems.add(f"{location} has a tokenizer of {answer['vocabulary']} tokens but {vocab_size} embeddings.")
-    compared = f"validation loss not compared: {expected.no_loss_because}"
+    comparison = f"validation loss not compared: {reference.no_loss_because}"
     if counts := answer["targets"]:
         loss, tolerance = sum(answer["nats"]) / sum(counts), LOSS_TOLERANCE
-        if expected.is_sample:  # allow for the standard error of the mean over windows
+        if reference.is_sample:  # allow for the standard error of the mean over windows
             means = [nats / count for nats, count in zip(answer["nats"], counts, strict=True) if count]
             error = stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.inf
             tolerance += STANDARD_ERRORS * error
-        if not abs(loss - expected.run_loss) <= tolerance:
+        if not abs(loss - reference.run_loss) <= tolerance:
             problems.add(
                 f"{location} has a validation loss of {loss:.4f} in a fresh process, but the run recorded "
-                f"{expected.run_loss:.4f}; was the token store replaced?"
+                f"{reference.run_loss:.4f}; was the token store replaced?"
             )
-        compared = f"validation loss {loss:.4f} (run: {expected.run_loss:.4f})"
+        comparison = f"validation loss {loss:.4f} (run: {reference.run_loss:.4f})"
     problems.refuse()
     if location.subfolder:
         print(f"The native twin, without remote code: logits differ by {difference:.1e}.")
         return
-    where = "the Hub" if location.cache is not None else "the folder"
+    origin = "the Hub" if location.cache is not None else "the folder"
     print(
-        f"Verified in a fresh process (from {where}): no missing or unexpected weights, logits differ by "
-        f"{difference:.1e}, {compared}. Sample:\n  {answer['prompt']!r} -> {answer['text']!r}"
+        f"Verified in a fresh process (from {origin}): no missing or unexpected weights, logits differ by "
+        f"{difference:.1e}, {comparison}. Sample:\n  {answer['prompt']!r} -> {answer['text']!r}"
     )
 
 
-def _run_isolated(location: Location, expected: Expected) -> tuple[dict[str, Any], torch.Tensor]:
-    """Return the answer of isolated_check.py and its logits (T + 1, V): of the probe, and of the last token with a cache."""
+def _run_isolated(location: Location, reference: Expected) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return the answer of isolated_check.py and its logits (T + 1, V): of the probe, and of its last token with a
+    cache."""
     with tempfile.TemporaryDirectory() as folder:
         elsewhere = Path(folder)
         model, home = location.name, str(elsewhere / "home")
@@ -144,7 +145,7 @@ def _run_isolated(location: Location, expected: Expected) -> tuple[dict[str, Any
             "trust_remote_code": location.has_code,
             "secrets": [constants.HF_TOKEN_PATH, constants.HF_STORED_TOKENS_PATH],
         }
-        save_file({"probe": expected.probe, **expected.windows}, request["files"])
+        save_file({"probe": reference.probe, **reference.windows}, request["files"])
         (elsewhere / "request").write_text(json.dumps(request), encoding="utf-8")
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         environment |= {"HOME": home, "HF_HOME": home, "PYTHONUSERBASE": site.getuserbase(), "HF_HUB_OFFLINE": "1"}
@@ -153,9 +154,9 @@ def _run_isolated(location: Location, expected: Expected) -> tuple[dict[str, Any
         command = [sys.executable, "-P", str(ISOLATED_CHECK), "request"]  # -P: do not import from the script's folder
         result = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
         if result.returncode != 0:
-            last = (result.stderr.strip().splitlines() or ["no message"])[-1]
+            *_, message = ["no message", *result.stderr.strip().splitlines()]
             outcome = "so it was not published"
             if location.cache is not None:
                 outcome = "but it is now on the Hub; does an older file in the repository conflict?"
-            raise UserError(f"{location} does not load in a fresh process, {outcome}: {last}")
+            raise UserError(f"{location} does not load in a fresh process, {outcome}: {message}")
         return json.loads(Path(request["answer"]).read_text(encoding="utf-8")), load_file(request["logits"])["logits"]

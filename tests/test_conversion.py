@@ -1,8 +1,10 @@
 """Lossless conversion: to and from Transformers' GPT-2, and from the checkpoints of the seed author."""
 
 import json
+import os
 from collections import OrderedDict
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -404,6 +406,23 @@ def test_a_wrong_source_is_refused_in_one_sentence_and_writes_nothing(mistake, t
     assert_one_sentence(captured.err, words)
     assert captured.out == ""
     assert not (tmp_path / "ours").exists()
+
+
+def test_a_conversion_that_was_interrupted_can_run_again(tmp_path, monkeypatch):
+    tiny().save_pretrained(tmp_path / "ours")
+    command, moves = [str(tmp_path / "ours"), str(tmp_path / "gpt2"), "--to", "gpt2"], []
+
+    def move_once(path, target):
+        if moves:
+            raise KeyboardInterrupt
+        moves.append(os.replace(path, target))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", move_once)
+        assert main(command) == 130
+    assert main(command) == 0
+    names = {path.name for path in (tmp_path / "gpt2").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors"}
 
 
 @pytest.mark.parametrize("occupied", ["folder", "file"])

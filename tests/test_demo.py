@@ -96,7 +96,9 @@ class Page:
         """Return the first result of `script` that is neither false nor null."""
         from selenium.webdriver.support.ui import WebDriverWait
 
-        return WebDriverWait(self.browser, 60, poll_frequency=0.02).until(lambda browser: browser.execute_script(script))
+        return WebDriverWait(self.browser, 60, poll_frequency=0.02).until(
+            lambda browser: browser.execute_script(script)
+        )
 
     def fill(self, selector: str, text: str) -> None:
         from selenium.webdriver.common.keys import Keys

@@ -1,4 +1,4 @@
-"""Tests of GGUF files, read by llama.cpp (if installed), Transformers, and `difference`."""
+"""Tests of GGUF files, read by llama.cpp (if installed), Transformers, and `logit_difference`."""
 
 import shutil
 from contextlib import ExitStack, closing
