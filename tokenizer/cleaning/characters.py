@@ -63,7 +63,7 @@ def _invisible_replacement(match: re.Match) -> str:
     return ""
 
 
-def single_blank(match: re.Match, end_before: int = 0) -> str:
+def single_blank(match: re.Match) -> str:
     """Return the replacement for a match that includes the space after it: a space, unless white space is next to it."""
     text = match.string
     left = text[match.start() - 1] if match.start() else "\n"

@@ -3,10 +3,8 @@
 # ruff: noqa: RUF001  this file contains look-alike characters on purpose
 
 import re
-from collections.abc import Callable
 
 from tokenizer.cleaning.characters import BLANKS
-from tokenizer.cleaning.markup import TAG_BEGUN
 
 RULER = "-=*_~#+|.·•─━│┃═║—–" + BLANKS
 # Marks of prose and of ruler lines. Brackets, quotes, slashes and number signs are not included: in code and Markdown their
@@ -35,27 +33,13 @@ def shorten_repeated_marks(text: str) -> str:
 
 
 def remove_rulers(text: str) -> str:
-    return _remove_lines(text, _is_ruler)
+    return "\n".join([line for line in text.split("\n") if not _is_ruler(line)])
 
 
 def _is_ruler(line: str) -> bool:
     """Return whether a line has only symbols, except `...`, which is a statement in Python and a pause in prose."""
-    return not line.strip(RULER) and (bare := line.strip(BLANKS)) != "" and bare != "..."
-
-
-def _remove_lines(text: str, is_removed: Callable[[str], bool]) -> str:
-    lines = text.split("\n")
-    if not any(map(is_removed, lines)):
-        return text
-    kept, in_tag = [], False  # removing a line inside an open angle bracket could complete a tag
-    for line in lines:
-        if in_tag or not is_removed(line):
-            kept.append(line)
-            bracket = max(line.rfind("<"), line.rfind(">"))
-            if bracket >= 0:
-                in_tag = TAG_BEGUN.match(line, bracket) is not None
-    return "\n".join(kept)
+    return not line.strip(RULER) and line.strip(BLANKS) not in ("", "...")
 
 
 def remove_wordless_lines(text: str) -> str:
-    return _remove_lines(text, lambda line: not WORDLIKE.search(line) and line.strip() != "")
+    return "\n".join([line for line in text.split("\n") if WORDLIKE.search(line) or line.strip() == ""])
