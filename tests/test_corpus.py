@@ -18,7 +18,8 @@ from conftest import assert_user_error, error_of, without_root
 from tokenizer.corpus import documents as documents_module
 from tokenizer.corpus import units as corpus_module
 from tokenizer.corpus.documents import Counts, Reader
-from tokenizer.corpus.units import STANDARD_LIBRARY, Corpus, CorpusArguments
+from tokenizer.corpus.file_finder import STANDARD_LIBRARY
+from tokenizer.corpus.units import Corpus, CorpusArguments
 
 GOOD = "good words " * 100
 
@@ -40,8 +41,8 @@ def read(*inputs, **arguments) -> tuple[list[str], Counts]:
             texts[-1] += piece.text
             ended = piece.ends_document
     assert ended
-    reader.counts.add(source.skipped)
-    source.check(reader.counts)
+    reader.counts.add(source.finder.skipped)
+    source.audit.check(reader.counts)
     return texts, reader.counts
 
 
@@ -148,7 +149,7 @@ def test_links_are_followed_only_if_given_by_name(tmp_path):
     (tmp_path / "books" / "broken").symlink_to(tmp_path / "nothing")
     (tmp_path / "books" / "round").symlink_to(tmp_path / "books")
     assert documents(tmp_path / "books") == ["in"]
-    assert corpus(tmp_path / "books").left_out_words(Counts()) == "4 links that were not followed"
+    assert corpus(tmp_path / "books").audit.left_out_words(Counts()) == "4 links that were not followed"
     assert "is not clean (4 links that were not followed), which" in refusal(tmp_path / "books", strict=True)
     write(tmp_path / "elsewhere" / "b.txt", "out")
     (tmp_path / "a.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
@@ -334,7 +335,7 @@ def test_blank_documents_and_binary_files_are_counted_as_left_out(tmp_path):
     texts, counts = read(tmp_path)
     assert texts == ["text", "\n more"]
     assert (counts.documents, counts.blank, counts.binary_files) == (2, 2, 1)
-    assert corpus(tmp_path).left_out_words(counts) == "2 blank documents, 1 binary file"
+    assert corpus(tmp_path).audit.left_out_words(counts) == "2 blank documents, 1 binary file"
     clean = write(tmp_path / "clean" / "a.txt", "très \ufffd clean\r\n")
     write(tmp_path / "clean" / "b.txt", "")
     assert documents(clean.parent, strict=True) == ["très \ufffd clean\r\n"]
@@ -371,10 +372,10 @@ def test_up_to_one_percent_of_records_can_lack_text(tmp_path, broken):
 
 def test_intermediate_check_uses_the_total_size(tmp_path):
     source = corpus(write(tmp_path / "a.txt", GOOD))
-    source.check(Counts(), is_all=False)
-    source.check(Counts(documents=1, bytes=300, bad_bytes=11, empty_records=1), is_all=False)
+    source.audit.check(Counts(), is_all=False)
+    source.audit.check(Counts(documents=1, bytes=300, bad_bytes=11, empty_records=1), is_all=False)
     counts = Counts(documents=1, bytes=300, bad_bytes=12)
-    assert_user_error("12 of 1,100 bytes are invalid", source.check, counts, is_all=False)
+    assert_user_error("12 of 1,100 bytes are invalid", source.audit.check, counts, is_all=False)
     [unit] = source.units()
     (tmp_path / "a.txt").unlink()
     sentence = r"a\.txt cannot be read: No such file or directory; fix it or exclude it\.$"

@@ -96,7 +96,7 @@ def test_folder_of_only_damaged_files_is_refused(tmp_path):
 def test_killed_plan_leaves_no_sample(launch):
     program = """if True:
         import os, signal
-        from training import forecast
+        from training.budget import forecast
         forecast._show_plan = lambda config, folder: (print(folder, flush=True), os.kill(os.getpid(), signal.SIGTERM))
         forecast.show_plan(None)
     """

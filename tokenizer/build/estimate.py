@@ -14,8 +14,9 @@ from tokenizer.build.worker import Workers
 from tokenizer.corpus import files
 from tokenizer.corpus.byte_range import ByteRange
 from tokenizer.corpus.documents import NO_LIMIT
+from tokenizer.corpus.file_finder import TextFile
 from tokenizer.corpus.hub import HubDataset
-from tokenizer.corpus.units import Corpus, TextFile, Unit
+from tokenizer.corpus.units import Corpus, Unit
 from tokenizer.store.store import RESUMES, TokenStore
 
 LARGE_BYTES = 50_000_000  # a smaller text is tokenized in seconds

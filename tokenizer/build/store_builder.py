@@ -33,9 +33,11 @@ from tokenizer.cleaning import cleaning
 from tokenizer.cleaning.dedup import MinHasher
 from tokenizer.corpus.chat import CHATML_TOKENS, ChatTemplate
 from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit
+from tokenizer.corpus.file_finder import TextFile
+from tokenizer.corpus.files import TOLERATED_SHARE
 from tokenizer.corpus.hub import open_dataset
 from tokenizer.corpus.named_data import template_of
-from tokenizer.corpus.units import TOLERATED_SHARE, UNIT_BYTES, Corpus, TextFile, Unit
+from tokenizer.corpus.units import UNIT_BYTES, Corpus, Unit
 from tokenizer.encoding import encode, vocabulary
 from tokenizer.encoding.vocabulary import VocabularyArguments
 from tokenizer.store.store import RESUMES, STORE_FILES, TokenStore, dtype_of, finish
@@ -214,14 +216,14 @@ class StoreBuilder:
             recipe.vocabulary, recipe.existing_tokenizer, sample.texts, control, recipe.vocab_size_must_fit, self.say
         )
         if recipe.vocabulary.tokenizer is None:
-            corpus.check(sample.counts, sample.is_all)
+            corpus.audit.check(sample.counts, sample.is_all)
         if settings.chat_template is not None:
             tokenizer.chat_template = settings.chat_template
         self._say_vocabulary(len(tokenizer))
         vocabulary.save(tokenizer, self.store / "tokenizer")
         settings = replace(settings, dtype=dtype_of(len(tokenizer)), eos=tokenizer.eos_token_id)
         self._require_room(sample, np.dtype(settings.dtype).itemsize)
-        return StorePlan(recipe.settings(), self.inputs, settings, units, corpus.skipped)
+        return StorePlan(recipe.settings(), self.inputs, settings, units, corpus.finder.skipped)
 
     def _chat_template(self) -> tuple[str | None, list[str], dict[str, str]]:
         """Return source, control tokens and variables of the chat template, or None and empty values if there are no chats."""
@@ -309,7 +311,7 @@ class StoreBuilder:
             def on_part(part: Part) -> None:
                 parts[part.unit] = part
                 counts.add(part.counts)
-                self.corpus.check(counts, is_all=False)
+                self.corpus.audit.check(counts, is_all=False)
                 megabytes = (counts.bytes - bytes_before) / 1e6
                 progress.advance(f"{megabytes:,.0f} MB, {megabytes / (time.monotonic() - started):.1f} MB/s")
 
@@ -335,7 +337,7 @@ class StoreBuilder:
             lost += part.lost_bytes
         self.workers.end()  # merging may need the memory of the workers
         self._refuse_changed_files()
-        self.corpus.check(counts)
+        self.corpus.audit.check(counts)
         if lost > TOLERATED_SHARE * counts.bytes:
             raise UserError(
                 f"{self.recipe.vocabulary.tokenizer} cannot encode this text: {lost:,} of {counts.bytes:,} bytes would be "
@@ -392,7 +394,7 @@ class StoreBuilder:
             validation_splits=list(dict.fromkeys(sources)),
             settings=self.plan.settings_of_user,
             counts=asdict(counts)
-            | {"first": counts.worst(), "links": self.corpus.links, "tails": len(merger.progress.tails)},
+            | {"first": counts.worst(), "links": self.corpus.finder.links, "tails": len(merger.progress.tails)},
             cleaning=outcomes,
             repeated_documents=merger.repeated,
             command=shlex.join(["python", *sys.orig_argv[1:]]),

@@ -5,56 +5,32 @@ Units do not depend on the number of processes, so neither does the store.
 """
 
 import codecs
-import difflib
-import glob
 import hashlib
 import itertools
 import math
 import os
 import re
-import stat
-import sysconfig
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Literal
 
-from common import schema
-from common.errors import Problems, UserError, counted
+from common.errors import Problems, UserError
 from common.limits import setting
 from tokenizer.corpus import chat, files
+from tokenizer.corpus.audit import Audit
 from tokenizer.corpus.byte_range import ByteRange
-from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit, place_words
-from tokenizer.corpus.files import TOLERATED_SHARE
-from tokenizer.corpus.named_data import dataset_of, find, names
+from tokenizer.corpus.documents import NO_LIMIT, Limit
+from tokenizer.corpus.file_finder import FileFinder, TextFile
+from tokenizer.corpus.named_data import dataset_of, find
 from tokenizer.corpus.records import CHAT_COLUMNS, TEXT_COLUMNS, arrow_batches, parsed, records, text_column
 
 UNIT_BYTES = 16 << 20
 SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE | re.ASCII)
-SKIPPED_SHARE = 0.5  # share of the bytes up to which files that were found are skipped because they cannot be read
 SAMPLED_RECORDS = 100  # records read at the head of a file to find its text column
 INFLATION = 4.0  # assumed compression ratio of compressed text, for estimates
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-
-# Text that every Python installation has: the sources of the standard library, without tests and data tables.
-STANDARD_LIBRARY = "python-standard-library"
-NOT_LIBRARY_SOURCE = {
-    *("test", "tests", "idlelib", "site-packages", "dist-packages"),
-    *("encodings", "pydoc_data", "msilib", "entities.py", "stringprep.py", "locale.py"),
-}
-
-LEFT_OUT = {
-    "blank": ("blank document", None),
-    "binary_files": ("binary file", None),
-    "tables": ("table without a text column", "tables without a text column"),
-    "unreadable_files": ("file that cannot be read in full", "files that cannot be read in full"),
-    "bad_bytes": ("byte that is not UTF-8", "bytes that are not UTF-8"),
-    "empty_records": ("record without text", "records without text"),
-    "cut_words": ("text run cut without a word boundary", "text runs cut without a word boundary"),
-    "links": ("link that was not followed", "links that were not followed"),
-}
 
 
 @dataclass
@@ -104,35 +80,13 @@ class Unit:
     val: bool | None = None  # whether it is validation text; None: decided by the hash of each document
 
 
-@dataclass(frozen=True, slots=True)
-class TextFile:
-    path: str
-    size: int  # in bytes
-    modified: int  # time in nanoseconds
-    is_named: bool = False  # given on the command line, not found in a folder or by a glob
-    val: bool = False  # of the split `validation` of a `DatasetDict`
-
-    @staticmethod
-    def at(path: str | Path, is_named: bool = False, val: bool = False) -> "TextFile":
-        """Return the file at `path`. Raise a `UserError` if it cannot be read twice (a broken link, a pipe)."""
-        try:
-            status = os.stat(path)
-        except OSError as error:
-            what = "is a broken link" if os.path.islink(path) else f"cannot be read: {error.strerror}"
-            raise UserError(f"{path} {what}; fix it or exclude it.") from error
-        if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{path} is a pipe or a device, but the text is read twice; save it as a file first.")
-        return TextFile(str(path), status.st_size, status.st_mtime_ns, is_named, val)
-
-
 class NoTextColumnError(UserError):
     """Error for a file of records whose text column cannot be determined."""
 
 
 class Corpus:
     """Text of `inputs`.
-    `files` has one list per input. `links` counts links in folders, which are not followed. `has_chats` and `skipped` are
-    complete after `units`. `left_out` is the store's own folder, which is not read as text."""
+    `files` has one list per input. `has_chats` and `finder.skipped` are complete after `units`. `left_out` is the store's own folder, which is not read as text."""
 
     def __init__(
         self, inputs: list[str], arguments: CorpusArguments, weights: Iterable[float] = (), left_out: Path | None = None
@@ -143,12 +97,12 @@ class Corpus:
         if arguments.revision is not None:
             self.hub = [hub and replace(hub, revision=arguments.revision) for hub in self.hub]
         self.files: list[list[TextFile]] = []
-        self.links, self.has_chats, self.skipped = 0, False, Counts()
+        self.finder, self.has_chats = FileFinder(arguments.exclude), False
         own = os.path.join(os.path.abspath(left_out), "") if left_out is not None else None
         seen: dict[str, str] = {}
         for entry, hub in zip(inputs, self.hub, strict=True):
             self.files.append([])
-            for file in self._find(entry) if hub is None else ():
+            for file in self.finder.find(entry) if hub is None else ():
                 path = os.path.abspath(file.path)
                 if own is not None and path.startswith(own):
                     continue
@@ -187,37 +141,11 @@ class Corpus:
         is_known = not any(self.hub) and not any(files.is_packed(file.path) for file in self.all_files)
         return min(self.text_size if is_known else math.inf, self.arguments.limit.bytes)
 
-    def check(self, counts: Counts, is_all: bool = True) -> None:
-        """Raise a `UserError` if too much text is unclean. If `is_all` is false, more text follows, and its size counts, too."""
-        where, left_out = ", ".join(self.inputs), self.left_out_words(counts)
-        or_exclude = " or skip it with --exclude" * any(not file.is_named for file in self.all_files)
-        unclean = [name for name in LEFT_OUT if name in counts.first]  # no place is recorded for blank documents
-        if self.arguments.strict and (unclean or self.links):
-            raise UserError(f"{where} is not clean ({left_out}), which --strict refuses{_worst(counts, *unclean)}.")
-        if counts.unreadable_bytes > SKIPPED_SHARE * self.size:
-            raise UserError(
-                f"{where}: {counted(counts.unreadable_files, 'file')} of {counts.unreadable_bytes:,} bytes cannot be read in full, "
-                f"more than half of {self.size:,} bytes{_worst(counts, 'unreadable_files')}; correct that, or skip the file with --exclude."
-            )
-        if counts.documents == 0 and is_all:
-            raise UserError(f"{where} contains no text: {left_out or 'nothing was found'}{_worst(counts, *unclean)}.")
-        size = max(counts.bytes - 2 * counts.bad_bytes, 0 if is_all else self.most_bytes)  # U+FFFD takes three bytes
-        if counts.bad_bytes > TOLERATED_SHARE * size:
-            raise UserError(
-                f"{where} is not UTF-8 text: {counts.bad_bytes:,} of {size:,} bytes are invalid{_worst(counts, 'bad_bytes')}; "
-                f"convert it to UTF-8{or_exclude}."
-            )
-        if is_all and counts.empty_records > TOLERATED_SHARE * (counts.documents + counts.empty_records):
-            is_broken = counts.worst()["empty_records"][1].get("why") == "broken"
-            remedy = "correct that" if is_broken else "name the right column with --text_column"
-            raise UserError(
-                f"{where}: {counts.empty_records:,} records have no text and {counts.documents:,} have text"
-                f"{_worst(counts, 'empty_records')}; {remedy}{or_exclude}."
-            )
-
-    def left_out_words(self, counts: Counts) -> str:
-        numbers = vars(counts) | {"links": self.links}
-        return ", ".join(counted(numbers[name], *words) for name, words in LEFT_OUT.items() if numbers[name])
+    @property
+    def audit(self) -> Audit:
+        may_exclude = any(not file.is_named for file in self.all_files)
+        strict, links = self.arguments.strict, self.finder.links
+        return Audit(self.inputs, strict, self.size, self.most_bytes, links, may_exclude)
 
     def fingerprint(self) -> str:
         """Read all text and return a hash of its content, order and kind."""
@@ -252,11 +180,11 @@ class Corpus:
                     (validation if file.val else ranges).extend(self._ranges(file))
                 except NoTextColumnError as error:
                     (problems if file.is_named else tables).append(str(error))
-                    self.skipped.note("tables", 1, file.path)
+                    self.finder.skipped.note("tables", 1, file.path)
                 except files.UnreadableError as error:
                     if file.is_named:
                         problems.append(str(error))
-                    self.skipped.note_unreadable(file.path, file.size, error)
+                    self.finder.skipped.note_unreadable(file.path, file.size, error)
             if hub is not None:
                 pinned = hub.pinned()
                 wanted = self.arguments.text_column or getattr(find(entry), "text_column", None)
@@ -273,7 +201,7 @@ class Corpus:
         if not problems and not units:  # every file is a table
             problems = tables
         Problems(problems[:20]).refuse()
-        self.check(self.skipped, is_all=False)
+        self.audit.check(self.finder.skipped, is_all=False)
         return units
 
     def _ranges(self, file: TextFile) -> list[tuple[int, ByteRange]]:
@@ -314,89 +242,6 @@ class Corpus:
         raise NoTextColumnError(
             f"{label} {missing}; its columns are {names[:300] or 'none'}: choose one with --text_column."
         )
-
-    def _find(self, entry: str) -> list[TextFile]:
-        """Return the files of one entry of `--input` in a fixed order. Raise a `UserError` if there are none."""
-        if entry == STANDARD_LIBRARY:
-            return list(map(TextFile.at, _library_sources(Path(sysconfig.get_path("stdlib")))))
-        path = Path(entry).expanduser()
-        is_one = os.path.lexists(path)
-        named = [str(path)] if is_one else sorted(glob.glob(str(path), recursive=True), key=lambda p: Path(p).parts)
-        if "**" in entry:  # `**` matches folders, and also all files in them
-            named = [match for match in named if os.path.isfile(match)]
-        root = os.path.dirname(re.split(r"[*?[]", str(path))[0])
-        found = []
-        for match in named:
-            if not is_one and self._is_excluded(os.path.relpath(match, root or ".")):
-                continue
-            if os.path.isdir(match):
-                found += self._walk(match)
-            elif is_one or os.path.isfile(match):
-                found.append(TextFile.at(match, is_one))
-            elif os.path.islink(match):
-                self.skipped.note_unreadable(match, 0, UserError("it is a broken link"))
-        if not found:
-            what = "matches no local file or folder and is neither a Hub dataset nor a name in `python -m tokenizer.pretokenize --list`"
-            if named:
-                what = "has no files except hidden files and links (only a glob follows them)"
-                what += ", and files that --exclude matches" * bool(self.arguments.exclude)
-            near = difflib.get_close_matches(entry, names(), n=1)
-            raise UserError(f"{entry} {what}; {f'did you mean {near[0]}?' if near else 'check the path.'}")
-        return found
-
-    def _is_excluded(self, path: str) -> bool:
-        """Return whether a pattern of --exclude matches the end of `path`, relative to its input, or of a parent folder."""
-        paths = [PurePath(path), *PurePath(path).parents]
-        return any(each.match(pattern) for pattern in self.arguments.exclude for each in paths)
-
-    def _walk(self, folder: str, below: str = "", val: bool = False) -> Iterator[TextFile]:
-        """Yield the files in a folder. `below` is the folder's path relative to the input."""
-        try:
-            with os.scandir(folder) as inside:
-                entries = [entry for entry in inside if not entry.name.startswith(".")]
-        except OSError as error:
-            problem = UserError(f"{folder} cannot be read: {error.strerror}; fix it or exclude it.")
-            if not below:
-                raise problem from error
-            self.skipped.note_unreadable(folder, 0, problem)
-            return
-        saved = _saved_by_datasets(folder, {entry.name for entry in entries})
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            if saved is not None and entry.name not in saved:
-                continue
-            path = os.path.join(below, entry.name)
-            if self._is_excluded(path):
-                continue
-            if entry.is_symlink():
-                self.links += 1
-            elif entry.is_dir():
-                yield from self._walk(entry.path, path, val or (saved is not None and entry.name == "validation"))
-            elif entry.is_file():
-                yield TextFile.at(entry.path, val=val)
-
-
-def _library_sources(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        if path.name in NOT_LIBRARY_SOURCE or path.name.startswith("_sysconfigdata"):
-            continue
-        if path.is_dir():
-            yield from _library_sources(path)
-        elif path.suffix == ".py" and path.is_file():
-            yield path
-
-
-def _saved_by_datasets(folder: str, names: set[str]) -> set[str] | None:
-    """Return the names in a folder of `Dataset.save_to_disk` that hold its records, or None for another folder. Of a `DatasetDict`, these
-    are the splits `train` and `validation`."""
-    is_dict = "dataset_dict.json" in names
-    if not is_dict and not {"state.json", "dataset_info.json"} <= names:
-        return None
-    with suppress(ValueError, LookupError, TypeError):
-        content = schema.read(Path(folder) / ("dataset_dict.json" if is_dict else "state.json"))
-        if is_dict:
-            return {"train", "validation"} & {*content["splits"]}
-        return {part["filename"] for part in content["_data_files"]}
-    return {"train"} if is_dict else None
 
 
 def kind_of(path: str, text_column: str | None = None) -> str:
@@ -444,16 +289,3 @@ def _grouped(ranges: Iterable[tuple[int, ByteRange]]) -> Iterator[tuple[ByteRang
         size += n_bytes
     if group:
         yield tuple(group)
-
-
-def _worst(counts: Counts, *names: str) -> str:
-    """Return the file with the most of the first of `names`, and the place of its first one, as the end of a sentence."""
-    if not names or names[0] not in (worst := counts.worst()):
-        return ""
-    path, place = worst[names[0]]
-    if names[0] == "bad_bytes" and "byte" not in place:
-        place = place | {"line": files.first_bad_line(path)}
-    words = place_words(place, path)
-    if len(place["files"]) == 1 or place["number"] == 1:
-        return f"; the first in {path}{words}"
-    return f"; {place['number']:,} of them in {path}{words.replace(', ', ', the first in ', 1)}"

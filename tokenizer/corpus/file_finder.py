@@ -1,0 +1,147 @@
+"""Files that one entry of `--input` names: a file, a folder, a glob, or the standard library."""
+
+import difflib
+import glob
+import os
+import re
+import stat
+import sysconfig
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+
+from common import schema
+from common.errors import UserError
+from tokenizer.corpus.documents import Counts
+from tokenizer.corpus.named_data import names
+
+# Text that every Python installation has: the sources of the standard library, without tests and data tables.
+STANDARD_LIBRARY = "python-standard-library"
+NOT_LIBRARY_SOURCE = {
+    *("test", "tests", "idlelib", "site-packages", "dist-packages"),
+    *("encodings", "pydoc_data", "msilib", "entities.py", "stringprep.py", "locale.py"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    path: str
+    size: int  # in bytes
+    modified: int  # time in nanoseconds
+    is_named: bool = False  # given on the command line, not found in a folder or by a glob
+    val: bool = False  # of the split `validation` of a `DatasetDict`
+
+    @staticmethod
+    def at(path: str | Path, is_named: bool = False, val: bool = False) -> "TextFile":
+        """Return the file at `path`. Raise a `UserError` if it cannot be read twice (a broken link, a pipe)."""
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            problem = "is a broken link" if os.path.islink(path) else f"cannot be read: {error.strerror}"
+            raise UserError(f"{path} {problem}; fix it or exclude it.") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError(f"{path} is a pipe or a device, but the text is read twice; save it as a file first.")
+        return TextFile(str(path), status.st_size, status.st_mtime_ns, is_named, val)
+
+
+@dataclass
+class FileFinder:
+    """Finder of files. `links` counts links in folders, which are not followed. `skipped` counts what cannot be read.
+    `exclude` has patterns of files and folders to skip."""
+
+    exclude: list[str]
+    links: int = 0
+    skipped: Counts = field(default_factory=Counts)
+
+    def find(self, entry: str) -> list[TextFile]:
+        """Return the files of one entry of `--input` in a fixed order. Raise a `UserError` if there are none."""
+        if entry == STANDARD_LIBRARY:
+            return list(map(TextFile.at, _library_sources(Path(sysconfig.get_path("stdlib")))))
+        path = Path(entry).expanduser()
+        is_one = os.path.lexists(path)
+        matches = [str(path)]
+        if not is_one:
+            matches = sorted(glob.glob(str(path), recursive=True), key=lambda match: Path(match).parts)
+        if "**" in entry:  # `**` matches folders, and also all files in them
+            matches = [match for match in matches if os.path.isfile(match)]
+        root = os.path.dirname(re.split(r"[*?[]", str(path))[0])
+        result = []
+        for match in matches:
+            if not is_one and self._is_excluded(os.path.relpath(match, root or ".")):
+                continue
+            if os.path.isdir(match):
+                result += self._walk(match)
+            elif is_one or os.path.isfile(match):
+                result.append(TextFile.at(match, is_one))
+            elif os.path.islink(match):
+                self.skipped.note_unreadable(match, 0, UserError("it is a broken link"))
+        if not result:
+            raise UserError(self._nothing(entry, bool(matches)))
+        return result
+
+    def _nothing(self, entry: str, has_matches: bool) -> str:
+        """Return the error sentence for an entry without files."""
+        problem = (
+            "matches no local file or folder and is neither a Hub dataset nor a name in "
+            "`python -m tokenizer.pretokenize --list`"
+        )
+        if has_matches:
+            problem = "has no files except hidden files and links (only a glob follows them)"
+            problem += ", and files that --exclude matches" * bool(self.exclude)
+        near = difflib.get_close_matches(entry, names(), n=1)
+        return f"{entry} {problem}; {f'did you mean {near[0]}?' if near else 'check the path.'}"
+
+    def _is_excluded(self, path: str) -> bool:
+        """Return whether a pattern of --exclude matches the end of `path`, relative to its input, or of a parent folder."""
+        paths = [PurePath(path), *PurePath(path).parents]
+        return any(parent.match(pattern) for pattern in self.exclude for parent in paths)
+
+    def _walk(self, folder: str, relative: str = "", val: bool = False) -> Iterator[TextFile]:
+        """Yield the files in a folder. `relative` is the folder's path below the input."""
+        try:
+            with os.scandir(folder) as items:
+                entries = [entry for entry in items if not entry.name.startswith(".")]
+        except OSError as error:
+            problem = UserError(f"{folder} cannot be read: {error.strerror}; fix it or exclude it.")
+            if not relative:
+                raise problem from error
+            self.skipped.note_unreadable(folder, 0, problem)
+            return
+        records = _saved_by_datasets(folder, {entry.name for entry in entries})
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if records is not None and entry.name not in records:
+                continue
+            path = os.path.join(relative, entry.name)
+            if self._is_excluded(path):
+                continue
+            if entry.is_symlink():
+                self.links += 1
+            elif entry.is_dir():
+                yield from self._walk(entry.path, path, val or (records is not None and entry.name == "validation"))
+            elif entry.is_file():
+                yield TextFile.at(entry.path, val=val)
+
+
+def _library_sources(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.iterdir()):
+        if path.name in NOT_LIBRARY_SOURCE or path.name.startswith("_sysconfigdata"):
+            continue
+        if path.is_dir():
+            yield from _library_sources(path)
+        elif path.suffix == ".py" and path.is_file():
+            yield path
+
+
+def _saved_by_datasets(folder: str, names: set[str]) -> set[str] | None:
+    """Return the names in a folder of `Dataset.save_to_disk` that hold its records, or None for another folder. Of a `DatasetDict`, these
+    are the splits `train` and `validation`."""
+    is_dict = "dataset_dict.json" in names
+    if not is_dict and not {"state.json", "dataset_info.json"} <= names:
+        return None
+    with suppress(ValueError, LookupError, TypeError):
+        content = schema.read(Path(folder) / ("dataset_dict.json" if is_dict else "state.json"))
+        if is_dict:
+            return {"train", "validation"} & {*content["splits"]}
+        return {part["filename"] for part in content["_data_files"]}
+    return {"train"} if is_dict else None
