@@ -95,7 +95,7 @@ def test_estimate_for_an_a100_matches_its_measured_speed_and_learning_rate():
     run = SimpleNamespace(model=GPT2ScratchConfig(), memory=SimpleNamespace(parameters=134_601_216))
     speed = assumed_speed("A100", run.model, setup.mixed_precision, 1)
     assert speed.tokens_per_second == pytest.approx(145_000, rel=0.01)
-    assert "which is 132,015 to 254,926 tokens/s" in speed.known
+    assert "which is 132,015 to 254,926 tokens/s" in speed.source
     assert usual_learning_rate(124e6) == pytest.approx(6.4e-4, rel=0.02)
 
 

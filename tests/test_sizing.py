@@ -159,7 +159,7 @@ def test_the_plan_for_the_a100_of_the_training_report(store):
 
 def test_a_plan_has_one_answer_in_bounded_steps(store, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("training.budget.throughput.PROBE_FLOPS", 1.0)
-    given = {"budget": "3h", "depth": 24, "max_steps": 20, "tokens_per_step": 2**16, "torch_compile": "false"}
+    given = {"budget": "9d", "depth": 24, "max_steps": 20, "tokens_per_step": 2**16, "torch_compile": "false"}
     train_accelerate.main([*flags(data=store.folder, output_dir=tmp_path / "run", **given), "--plan"])
     said = capsys.readouterr().out
     assert said.startswith("Measuring the speed")

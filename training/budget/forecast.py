@@ -1,4 +1,5 @@
-"""Estimate memory, time, cost and disk use of a run before it starts (--plan), and report all problems of its configuration.
+"""Estimate memory, time, cost and disk use of a run before it starts (--plan), and report all problems of its
+configuration.
 
 python train_accelerate.py --config presets/gpt2.yaml --data data/my --plan
 python train_accelerate.py --config presets/gpt2.yaml --data data/my --plan --plan_device a100-80gb
@@ -17,6 +18,7 @@ from typing import Any
 import psutil
 import torch
 
+from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
 from training.budget.sizing import Sizing, resolve
@@ -34,7 +36,7 @@ from training.runtime.hardware import FILLS_A_GPU, RENTALS, Rental, device_name
 from training.step.optim import MUON_RATES, describe_rates, usual_learning_rate
 from training.step.size import size_of
 
-VALIDATION_GRAPH = 0.4  # time to compile the validation, as a fraction of the time until the first step (quickstart)
+ACTIVATIONS = {"gelu": "exact GELU", "gelu_new": "tanh GELU", "relu2": "squared ReLU"}
 # Thresholds of advice:
 FEW_TOKENS = 8192  # tokens per micro-batch; fewer leave a GPU idle between kernels
 RATE_FACTOR = 6  # largest ratio to the usual learning rate, either way
@@ -57,9 +59,9 @@ class Forecast:
     @property
     def evaluation_tokens(self) -> float:
         """Cost of all validations, as a number of training tokens. The last validation scores the whole split."""
-        evaluation, whole = self.config.evaluation, self.store.metadata.val.tokens
-        sample = min(whole, (evaluation.max_eval_samples or whole) * self.plan.batches.context)
-        return SCORING * ((self.validations - 1) * sample + whole)
+        limit, split = self.config.evaluation.max_eval_samples, self.store.metadata.val.tokens
+        sample = min(split, (limit or split) * self.plan.batches.context)
+        return SCORING * ((self.validations - 1) * sample + split)
 
     @property
     def validations(self) -> int:
@@ -77,9 +79,8 @@ class Forecast:
             return self.sizing.option.seconds / 3600
         if self.speed is None:
             return None
-        compilation = self.speed.first_step * (1 + VALIDATION_GRAPH * self.setup.torch_compile)
         speed = self.speed.tokens_per_second
-        return (compilation + self.validation_seconds(speed) + self.tokens / speed) / 3600
+        return (self.speed.startup + self.validation_seconds(speed) + self.tokens / speed) / 3600
 
     @property
     def store_bytes(self) -> int:
@@ -108,7 +109,8 @@ def forecast_run(config: TrainConfig, run: Run, sizing: Sizing | None) -> Foreca
 
 
 def print_forecast(run: Run, forecast: Forecast) -> None:
-    """Print what a run starts with: device, model, data and length, and what needs attention. With --verbose, print all estimates."""
+    """Print what a run starts with: device, model, data and length, and what needs attention. With --verbose,
+    print all estimates."""
     hardware = describe(run.accelerator, run.setup, run.plan.model)
     printer(run.accelerator)(describe_forecast(forecast, hardware, run=run))
 
@@ -116,12 +118,12 @@ def print_forecast(run: Run, forecast: Forecast) -> None:
 def show_plan(config: TrainConfig) -> None:
     """Print the plan, or raise a `UserError` with all problems of the configuration, one per line."""
     # Exit through `finally` and `with` on SIGTERM, so that the temporary folder is deleted.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with TemporaryDirectory(prefix="gpt2scratch-plan-") as folder:
             _show_plan(config, Path(folder))
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _show_plan(config: TrainConfig, folder: Path) -> None:
@@ -157,12 +159,13 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
 def rentals(forecast: Forecast) -> list[tuple[Rental, float, float]]:
     """Return the rentable devices that can hold the model, with the assumed tokens per second and hours on one device.
     The list is empty if the model is too small for reported figures."""
-    plan = forecast.plan
-    fitting = [rental for rental in RENTALS.values() if plan.memory.total(1) < rental.gigabytes * 1e9]
-    found = [(rental, assumed_speed(rental.datasheet, plan.model, "bf16", 1)) for rental in fitting]
-    speeds = [(rental, speed.tokens_per_second) for rental, speed in found if speed is not None]
-    tokens = forecast.tokens + forecast.evaluation_tokens
-    return [(rental, speed, tokens / speed / 3600) for rental, speed in speeds]
+    plan, rows = forecast.plan, []
+    for rental in RENTALS.values():
+        speed = assumed_speed(rental.datasheet, plan.model, "bf16", 1)
+        if speed is not None and plan.memory.total(1) < rental.gigabytes * 1e9:
+            seconds = (forecast.tokens + forecast.evaluation_tokens) / speed.tokens_per_second
+            rows.append((rental, speed.tokens_per_second, seconds / 3600))
+    return rows
 
 
 def times_due(plan: Plan, strategy: str, every: int) -> int:
@@ -178,33 +181,52 @@ def describe_forecast(
     rentals: Iterable[Any] = (),
     run: Run | None = None,
 ) -> str:
-    """Return the text printed before the first step. `estimate`: the `tokenizer.build.estimate.Estimate` of text that is not tokenized yet."""
+    """Return the text printed before the first step. `estimate`: the `tokenizer.build.estimate.Estimate` of text that
+    is not tokenized yet."""
     config, plan, N = forecast.config, forecast.plan, forecast.plan.memory.parameters
     n_tokens = plan.order.n_tokens
     checkpoints = times_due(plan, config.checkpoint.save_strategy, config.checkpoint.save_steps)
     if config.checkpoints_kept is not None:
         checkpoints = min(checkpoints, config.checkpoints_kept + 1)  # including the best checkpoint
     folder = Path(config.run.output_dir)
-    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    parent = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    family = "modern" if config.optim.optimizer == "muon" else "gpt2"
+    products = size_of(plan.model).products
     facts = {
         "model": plan.model,
-        "N": size_of(plan.model).products,
+        "N": products,
+        "variant": describe_variant(plan.model),
+        "tokens": forecast.tokens,
+        "epochs": plan.epoch(plan.max_steps),
+        "hours": forecast.hours,
         "hardware": hardware,
         "estimate": estimate,
         "about_tokens": round(n_tokens, 3 - len(str(n_tokens))),
         "overridden": config.overridden_vocab_size(plan.model.vocab_size),
-        "family": "modern" if config.optim.optimizer == "muon" else "gpt2",
+        "best_ratio": scaling.best_ratio(family, products),
+        "ratio_source": scaling.ratio_source(family, products),
         "scaling": scaling,
         "chosen": dump_config(config, only_changed=True),
         "checkpoints": checkpoints,
         "disk": (checkpoints + 1) * (4 * N + plan.memory.moments) + 4 * N,  # one more during a save, and model/
-        "free": shutil.disk_usage(existing).free,
+        "free": shutil.disk_usage(parent).free,
         "rates": describe_rates(config.optim, plan.tokens_per_step),
         "advice": advice(forecast),
         "rentals": rentals,
         "run": run,
     }
     return environment().get_template("forecast.txt.j2").render(vars(forecast), forecast=forecast, **facts).rstrip()
+
+
+def describe_variant(model: GPT2ScratchConfig) -> str:
+    """Describe a model: `untied head, squared ReLU, rotary positions, RMSNorm, dropout 0`."""
+    parts = [f"{'tied' if model.tie_word_embeddings else 'untied'} head"]
+    parts.append(ACTIVATIONS.get(model.activation_function, model.activation_function))
+    parts += ["rotary positions"] * (model.rope_parameters is not None) + ["RMSNorm"] * model.is_modern
+    dropouts = {"embeddings": model.embd_pdrop, "attention": model.attn_pdrop, "blocks": model.resid_pdrop}
+    if len(set(dropouts.values())) == 1:
+        return ", ".join([*parts, f"dropout {model.embd_pdrop:g}"])
+    return ", ".join(parts) + ", dropout " + ", ".join(f"{share:g} ({name})" for name, share in dropouts.items())
 
 
 def advice(forecast: Forecast) -> Iterator[str]:
@@ -219,22 +241,23 @@ def advice(forecast: Forecast) -> Iterator[str]:
         yield "torch_compile is off; compiled steps are faster, by far on a GPU."
     if on_gpu and setup.mixed_precision == "no":
         yield "mixed_precision is no, so tensor cores use TF32 at best; bf16 is about twice as fast."
-    if is_here and (others := memory_of_others()):
-        yield f"{others}."
+    if is_here and (processes := memory_of_others()):
+        yield f"{processes}."
     is_sdpa = is_here and setup.attn_implementation == "sdpa"
     if is_sdpa and kernel_of_sdpa(torch.device("cuda"), setup, model) == "math":
         yield (
-            f"Attention uses PyTorch's math kernel, the slowest, which stores all scores: the head width is "
-            f"{model.n_embd / model.n_head:g}, but the fast kernels need a multiple of 8 up to 256; change n_head or n_embd."
+            "Attention uses PyTorch's math kernel, the slowest, which stores all scores: the head width is "
+            f"{model.n_embd / model.n_head:g}, but the fast kernels need a multiple of 8 up to 256; change n_head or "
+            "n_embd."
         )
     rate, usual = config.optim.learning_rate, usual_learning_rate(N)
-    known = f"for models of {N / 1e6:,.1f}M parameters (Kaplan et al. 2020)"
+    source = f"for models of {N / 1e6:,.1f}M parameters (Kaplan et al. 2020)"
     if config.optim.optimizer == "muon":
-        usual, known = MUON_RATES["learning_rate"], "for Muon (Jordan et al. 2024)"
+        usual, source = MUON_RATES["learning_rate"], "for Muon (Jordan et al. 2024)"
     if config.run.init_from is not None:  # as in presets/continued.yaml
-        usual, known = usual / 6, f"to continue training, a sixth of that {known}"
+        usual, source = usual / 6, f"to continue training, a sixth of that {source}"
     if not usual / RATE_FACTOR <= rate <= usual * RATE_FACTOR:
-        yield f"learning_rate is {rate:.1e}; about {usual:.1e} is usual {known}."
+        yield f"learning_rate is {rate:.1e}; about {usual:.1e} is usual {source}."
     warmup = config.optim.warmup_steps
     if warmup > plan.max_steps / 4:
         yield f"warmup_steps is {warmup:,} of {plan.max_steps:,} steps; a tenth or less is usual."

@@ -17,15 +17,15 @@ SPARE = 0.01  # part of the time left that is kept for variations of speed
 class Pacer:
     """Corrects the number of steps by the measured speed. Used by every process.
 
-    Until `FINAL` of the steps are done, their number is an estimate. It then becomes part of config.yaml and of the checkpoints, and no
-    resumed run changes it.
+    Until `FINAL` of the steps are done, their number is an estimate. It then becomes part of config.yaml and of the
+    checkpoints, and no resumed run changes it.
     """
 
     def __init__(
         self, run: Run, config: TrainConfig, deadline: float | None, validation_seconds: Callable[[float], float]
     ):
-        """`deadline`: time of the monotonic clock at which the run must end, or None if its length is final. `validation_seconds`:
-        seconds of all validations of a run, for a speed in tokens per second."""
+        """`deadline`: time of the monotonic clock at which the run must end, or None if its length is final.
+        `validation_seconds`: seconds of all validations of a run, for a speed in tokens per second."""
         self.run, self.config, self.deadline = run, config, deadline
         self.validation_seconds = validation_seconds
 

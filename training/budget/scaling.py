@@ -1,4 +1,5 @@
-"""Published rules that derive model size, tokens, batch and rates from a compute budget. docs/budget.md compares them with runs.
+"""Published rules that derive model size, tokens, batch and rates from a compute budget. docs/budget.md compares them
+with runs.
 
 Symbols: N weights in matrix products (`size.products`), D training tokens, U tokens of the text, B tokens per step.
 """
@@ -29,7 +30,8 @@ BATCH_RULE = Rule("B = 2^19 (D / 1.16e9)^0.383", BATCH_SOURCE, "D", 1.16e9, 9.6e
 EPOCHS_RULE = Rule("value of repeated tokens", "Muennighoff et al. 2023, equations 5 and 6", "N", 7e6, 8.7e9)
 # (N, D / N) at this size, measured on the text of the quickstart (docs/budget.md).
 SMALL_RATIOS = {"gpt2": (2e6, 10.0), "modern": (2e6, 5.0)}
-# (k, g) of bits per byte = k C^-g for the best size at C FLOPs, fitted to runs on the text of the quickstart, and the range of C.
+# (k, g) of bits per byte = k C^-g for the best size at C FLOPs, fitted to runs on the text of the quickstart, and the
+# range of C.
 MEASURED, MEASURED_FLOPS = {"gpt2": (18.42, 0.0812), "modern": (67.35, 0.1283)}, (5e12, 6e13)
 MOST_EPOCHS = 4  # up to which repeated tokens are worth nearly as much as new ones (Muennighoff et al. 2023, section 6)
 EXPONENT = 0.353  # of N and D in the loss (same source, equation 12)
@@ -40,7 +42,7 @@ SMALLEST_BATCH, FEW_TOKENS = 4096, 4e6  # measured here: the best batch of runs 
 
 
 def best_ratio(family: str, parameters: float) -> float:
-    """Return the compute-optimal D / N. Below the published range, it falls to the ratio measured here for small models."""
+    """Return the compute-optimal D / N. Below the published range, it falls to the ratio measured here."""
     published, (small, here) = RATIOS[family], SMALL_RATIOS[family]
     lowest = RATIO_RULES[family].lowest
     share = min(1.0, max(0.0, math.log(parameters / small) / math.log(lowest / small)))
@@ -54,13 +56,13 @@ def ratio_source(family: str, parameters: float) -> str:
 
 
 def best_context(width: int) -> int:
-    """Return the context length for a width: GPT-2's 1,024 for 768 and more, and 256, the best measured here, for small models."""
+    """Return the context for a width: GPT-2's 1,024 from 768 on, and 256, the best measured here, for small models."""
     return max(256, min(1024, 2 ** int(math.log2(width**2 / 576))))
 
 
 def effective(amount: float, base: float, scale: float = REPEATS) -> float:
-    """Return how many new tokens are worth `amount` tokens from a text of `base` tokens (Muennighoff et al. 2023, equation 5).
-    With `scale` EXCESS, the same of parameters, of which `base` are the best number for the text (equation 6)."""
+    """Return how many new tokens are worth `amount` tokens from a text of `base` tokens (Muennighoff et al. 2023,
+    equation 5). With `scale` EXCESS, the same of parameters, whose best number for the text is `base` (equation 6)."""
     if amount <= base:
         return amount
     return base * (1 + scale * (1 - math.exp(-(amount / base - 1) / scale)))
@@ -69,15 +71,15 @@ def effective(amount: float, base: float, scale: float = REPEATS) -> float:
 def deficit(parameters: float, tokens: float, unique: float, ratio: float) -> float:
     """Return the part of the loss that falls with N and D, up to a factor: (ratio N')^-a + D'^-a.
 
-    N' and D' are the effective N and D for the text. Without repetition, the minimum for a constant N D is at D = ratio N.
+    N' and D' are the effective N and D for the text. Without repetition, constant N D is best at D = ratio N.
     """
     size = effective(parameters, unique / ratio, EXCESS)
     return (ratio * size) ** -EXPONENT + effective(tokens, unique) ** -EXPONENT
 
 
 def best_batch(tokens: float) -> int:
-    """Return tokens per step, a power of two. Below the range of `BATCH_RULE`, the exponent is the one that leads to the batch measured here
-    for `FEW_TOKENS`."""
+    """Return tokens per step, a power of two. Below the range of `BATCH_RULE`, the exponent is the one that leads to
+    the batch measured here for `FEW_TOKENS`."""
     rule, at_rule = BATCH_RULE, 2.0**19
     exponent = 0.383
     if tokens < rule.lowest:
@@ -87,28 +89,28 @@ def best_batch(tokens: float) -> int:
 
 
 def adam_rate(width: int) -> float:
-    """Return AdamW's peak rate for all parameters: 1.8e-3 sqrt(768 / width). The rate for width 768 is that of modded-nanogpt's record
-    track_1_short/2024-06-06_AdamW; the factor is nanochat's."""
+    """Return AdamW's peak rate for all parameters: 1.8e-3 sqrt(768 / width). The rate for width 768 is that of
+    modded-nanogpt's record track_1_short/2024-06-06_AdamW; the factor is nanochat's."""
     return 1.8e-3 * math.sqrt(768 / width)
 
 
 def weight_decay(optimizer: str, rate: float, batch: float, tokens: float) -> float:
-    """Return the decay that keeps the timescale B / (rate decay D) constant (Wang and Aitchison 2024), at that of modded-nanogpt's
-    records track_3_optimization, 36, for Muon, and track_1_short/2024-06-06_AdamW for AdamW."""
+    """Return the decay that keeps the timescale B / (rate decay D) constant (Wang and Aitchison 2024), at that of
+    modded-nanogpt's records track_3_optimization, 36, for Muon, and track_1_short/2024-06-06_AdamW for AdamW."""
     if optimizer not in TIMESCALES:
         raise UserError(
-            f"optimizer is {optimizer}, for which --budget and --depth have no rates; use {' or '.join(TIMESCALES)}, or leave out "
-            f"--budget and --depth."
+            f"optimizer is {optimizer}, for which --budget and --depth have no rates; use {' or '.join(TIMESCALES)}, "
+            "or leave out --budget and --depth."
         )
     return min(LARGEST_DECAY, batch / (TIMESCALES[optimizer] * rate * tokens))
 
 
 def expected_loss(family: str, parameters: float, tokens: float) -> tuple[float, float] | None:
-    """Return the lowest and highest loss, in nats per token of web text with about 32,000 tokens in the vocabulary, or None for a model
-    outside of the range of the fits.
+    """Return the lowest and highest loss, in nats per token of web text with about 32,000 tokens in the vocabulary, or
+    None for a model outside of the range of the fits.
 
-    Two fits of the same runs: Hoffmann et al. 2022, equation 10, and Besiroglu et al. 2024. A modern model needs at least half as many
-    tokens as GPT-2 for a loss (docs/tokens_to_loss.md), so its lowest loss is that of twice the tokens.
+    Two fits of the same runs: Hoffmann et al. 2022, equation 10, and Besiroglu et al. 2024. A modern model needs at
+    least half as many tokens as GPT-2 for a loss (docs/tokens_to_loss.md), so its lowest is that of twice the tokens.
     """
     if not RATIO_RULES["gpt2"].lowest <= parameters <= RATIO_RULES["gpt2"].highest:
         return None
@@ -119,8 +121,8 @@ def expected_loss(family: str, parameters: float, tokens: float) -> tuple[float,
 
 
 def measured_bits_per_byte(family: str, flops: float) -> tuple[float, float] | None:
-    """Return the lowest and highest bits per byte on the text of the quickstart, 5% below and above the law of `MEASURED`, or None outside
-    of its range."""
+    """Return the lowest and highest bits per byte on the text of the quickstart, 5% below and above the law of
+    `MEASURED`, or None outside of its range."""
     (k, g), (lowest, highest) = MEASURED[family], MEASURED_FLOPS
     bits = k * flops**-g
     return (0.95 * bits, 1.05 * bits) if lowest <= flops <= highest else None

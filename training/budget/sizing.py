@@ -1,10 +1,9 @@
-"""Choice of model size, tokens, batch and rates for a budget (--budget) or a number of layers (--depth): see docs/budget.md."""
+"""Choice of model size, tokens, batch and rates for a budget or a number of layers (docs/budget.md)."""
 
 import math
 import time
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -16,7 +15,7 @@ from common.settings_file import read_yaml
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
-from training.budget.throughput import AFTER_VALIDATION, SCORING, Throughput, measure_speed
+from training.budget.throughput import AFTER_VALIDATION, SCORING, Throughput, measure_speed, startup_seconds
 from training.checkpoints.backup import earlier_run
 from training.checkpoints.metrics import read_events
 from training.checkpoints.status import hours
@@ -39,24 +38,22 @@ PRESET_OF = {"gpt2": PRESETS / "gpt2.yaml", "modern": PRESETS / "gpt2_modern.yam
 ARCHITECTURE = {"activation_function", "normalization", "rope_theta", "use_bias", "tie_word_embeddings"}
 ARCHITECTURE |= {"layer_norm_epsilon", "optimizer"}
 WIDTH = 64  # per layer, as in nanochat and in GPT-2 small
-DEEPEST = 100
+DEEPEST = 100  # layers
 VALIDATIONS = 5  # of a run, each with a checkpoint; the oldest of the last four is from the end of the stable phase
 SCORED_TOKENS = 32_768  # of a validation before the last
 COMPILED_SPEED = 1.4  # relative to steps without compilation, measured on two cores for 2 and 3 layers
-# Seconds until the first step is done, without and with compilation, and to compile the validation: measured on two cores.
-FIRST_STEP, COMPILED_FIRST_STEP, VALIDATION_GRAPH = 3.0, 30.0, 12.0
+FIRST_STEP = {False: 3.0, True: 30.0}  # seconds until it is done, by whether steps are compiled: measured on two cores
 PROBE_SECONDS = 1.0
 TOLERANCE = 1.1  # of `scaling.deficit`: a budget may be too small for another layer and slightly too large without it
 BYTES_PER_PARAMETER = 18  # at most: weights, gradients and two moments in fp32, and weights in half precision
-MOST_PROBES = 3
-LONGEST = 100 * 365 * 86_400  # seconds of a budget
+FACTORS = {"half": 0.5, "this": 1.0, "twice": 2.0}  # of the budget, for the table of alternatives
 
 
 @dataclass(frozen=True)
 class Option:
     """A model with its tokens."""
 
-    settings: dict[str, Any]  # by flag name: those that were chosen, and given ones of the same kind
+    settings: dict[str, Any]  # by flag name: choices, and the values of flags of the same kind
     model: GPT2ScratchConfig
     parameters: int  # weights in matrix products
     tokens: float
@@ -73,16 +70,28 @@ class Option:
         return self.tokens * flops_per_token(self.model)
 
     @property
-    def deficit(self) -> float:
-        ratio = scaling.best_ratio(self.family, self.parameters)
-        return scaling.deficit(self.parameters, self.tokens, self.unique, ratio)
+    def best_ratio(self) -> float:
+        return scaling.best_ratio(self.family, self.parameters)
 
     @property
-    def outside(self) -> list[scaling.Rule]:
-        """Rules outside of the range in which they were measured."""
+    def deficit(self) -> float:
+        return scaling.deficit(self.parameters, self.tokens, self.unique, self.best_ratio)
+
+    @property
+    def outside(self) -> list[tuple[scaling.Rule, float]]:
+        """Rules outside of the range in which they were measured, each with its value here."""
         rules = (scaling.RATIO_RULES[self.family], scaling.BATCH_RULE, scaling.EPOCHS_RULE)
-        values = {"N": self.parameters, "D": self.tokens}
-        return [rule for rule in rules if not rule.lowest <= values[rule.quantity] <= rule.highest]
+        pairs = [(rule, self.parameters if rule.quantity == "N" else self.tokens) for rule in rules]
+        return [(rule, value) for rule, value in pairs if not rule.lowest <= value <= rule.highest]
+
+    @property
+    def published_loss(self) -> tuple[float, float] | None:
+        return scaling.expected_loss(self.family, self.parameters, self.tokens)
+
+    @property
+    def loss(self) -> tuple[float, float] | None:
+        """Lowest and highest expected loss: published, in nats per token, or measured here, in bits per byte."""
+        return self.published_loss or scaling.measured_bits_per_byte(self.family, self.flops)
 
 
 @dataclass(frozen=True)
@@ -90,22 +99,23 @@ class Sizing:
     """The choice for a run, with its alternatives."""
 
     option: Option
-    rows: dict[str, Option]  # for half the budget, the budget and twice the budget, if they are possible
+    rows: dict[str, Option]  # by `FACTORS`, if they are possible
     verdict: str  # comparison of the budget with the need; empty without a time limit
     total: float | None  # seconds from the start of the process to the end; None: no time limit
     deadline: float | None  # the end, as a time of the monotonic clock
-    tokenized: float  # seconds of tokenization, which do not count
+    tokenization: float  # its seconds, which do not count
     speed: Throughput | None  # None without a time limit
 
 
 def resolve(
     config: TrainConfig, accelerator: Accelerator, setup: Setup, stores: list[TokenStore] | None = None
 ) -> tuple[TrainConfig, Sizing | None]:
-    """Return the configuration with the settings that were not given, and how they were chosen, or None if nothing is left to choose.
-    Raise a `UserError` if the budget is too small, too large for the text, or in a unit without a known price.
+    """Return the configuration with the settings that were not given, and how they were chosen, or None if nothing is
+    left to choose. Raise a `UserError` if the budget is too small, too large for the text, or in a unit without a known
+    price.
 
-    `stores`: the token store, and the one to measure speed with; by default both are the store of the configuration, which is
-    created. Called by every process.
+    `stores`: the token store, and the one to measure speed with; by default both are the store of the configuration,
+    which is created. Called by every process.
     """
     if not config.budget.chooses:
         return config, None
@@ -135,68 +145,66 @@ class Sizer:
     ):
         self.config, self.store, self.sample, self.accelerator, self.setup = config, store, sample, accelerator, setup
         self.given = {name: value for name, value in config.flat().items() if name in CHOSEN & config.given}
-        is_whole = "n_layer" in config.given - config.flags  # the file has a model
-        default = "gpt2" if is_whole and config.optim.optimizer == "adamw" else "modern"
+        has_model = "n_layer" in config.given - config.flags  # in its file
+        default = "gpt2" if has_model and config.optim.optimizer == "adamw" else "modern"
         self.family = config.budget.family or default
-        content = {} if is_whole else read_yaml(PRESET_OF[self.family])
+        content = {} if has_model else read_yaml(PRESET_OF[self.family])
         self.architecture = {name: content[name] for name in ARCHITECTURE & content.keys()}
         depth = config.budget.depth or self.given.get("n_layer") or self.given.get("n_embd", 0) // WIDTH
         self.depths = [depth] if depth else range(1, DEEPEST + 1)
         self.memory = on_main(accelerator, lambda: available_memory(accelerator, config.cost.plan_device, 0))
-        self.unique, self.paces, self.known = store.metadata.train.tokens, {}, ""
+        self.unique = store.metadata.train.tokens
         self.left: float | None = None  # seconds of the budget that are left; None: no time limit
+        self.flops, self.source = 0.0, ""  # per second, of all devices
         cost, name = config.cost, device_name(accelerator.device)
         self.price = price_of(name, cost.plan_device, cost.hourly_price, accelerator.num_processes)
 
-    def choose(self, spent: float, tokenized: float) -> Sizing:
-        """Return the choice. `spent`: seconds of the budget that have passed, which do not include those of tokenization."""
-        amount, total, deadline = self.config.budget.amount, None, None
-        model = self._model(self.depths[0])
-        if (needed := self._needed(model)) > self.memory:
-            raise UserError(
-                f"A model with {counted(model.n_layer, 'layer')} of width {model.n_embd} needs up to {needed / 1e9:,.0f} GB for weights, gradients and "
-                f"moments, but {self.memory / 1e9:,.0f} GB are free; use fewer layers, a smaller width, or another --plan_device."
-            )
+    def choose(self, elapsed: float, tokenization: float) -> Sizing:
+        """Return the choice. `elapsed`: seconds of the budget that have passed, without those of `tokenization`."""
+        self._check_memory()
+        amount, total, deadline, verdict, speed = self.config.budget.amount, None, None, "", None
         if amount is not None and amount.unit != "flops":
             total = self.price.seconds(amount)
-            if total > LONGEST:
-                given = f" and hourly_price is {self.config.cost.hourly_price:g}" if amount.unit == "usd" else ""
-                raise UserError(
-                    f"budget is {amount}{given}, more than 100 years; use a smaller one, or a time such as 3h."
-                )
-            self.left = total if self.config.cost.plan else total - spent
+            self.left = total if self.config.cost.plan else total - elapsed
             deadline = time.monotonic() + self.left
-            self._find_pace()
+            self._find_speed()
         option = self._best(1.0)
         if option is None:
             raise UserError(self._too_small())
         self._check_text(option)
-        rows = {"this": option}
-        if amount is not None:
-            rows = {"half": self._best(0.5), **rows, "twice": self._best(2.0)}
+        rows = {name: self._best(factor) for name, factor in FACTORS.items()} if amount else {"this": option}
         rows = {name: row for name, row in rows.items() if row is not None}
-        verdict, speed = "", None
         if total is not None:
-            needed = self._length(option.settings["tokens_per_step"]) or option.tokens
-            verdict = self.price.verdict(amount, self._seconds(option.model, needed))
-            speed = Throughput(self._pace(option.model), self.known)
-        return Sizing(option, rows, verdict, total, deadline, tokenized, speed)
+            tokens = self._length(option.settings["tokens_per_step"]) or option.tokens
+            verdict = self.price.verdict(amount, self._seconds(option.model, tokens))
+            speed = Throughput(self._pace(option.model), self.source)
+        return Sizing(option, rows, verdict, total, deadline, tokenization, speed)
 
-    def _needed(self, model: GPT2ScratchConfig) -> float:
+    def _bytes(self, model: GPT2ScratchConfig) -> float:
         """Return the bytes of weights, gradients and moments in each process."""
         shards = self.accelerator.num_processes if self.setup.shards(self.accelerator) else 1
         return BYTES_PER_PARAMETER * size_of(model).parameters / shards
 
+    def _check_memory(self) -> None:
+        """Raise a `UserError` if even the smallest model does not fit."""
+        model = self._model(self.depths[0])
+        if (n_bytes := self._bytes(model)) > self.memory:
+            raise UserError(
+                f"A model with {counted(model.n_layer, 'layer')} of width {model.n_embd} needs up to "
+                f"{n_bytes / 1e9:,.0f} GB for weights, gradients and moments, but {self.memory / 1e9:,.0f} GB are "
+                "free; use fewer layers, a smaller width, or another --plan_device."
+            )
+
     def _options(self, factor: float) -> list[Option]:
         """Return the options for `factor` times the budget that have a step and fit into memory."""
-        depths = takewhile(lambda depth: self._needed(self._model(depth)) <= self.memory, self.depths)
+        depths = takewhile(lambda depth: self._bytes(self._model(depth)) <= self.memory, self.depths)
         return [option for depth in depths if (option := self._option(depth, factor)) is not None]
 
     def _best(self, factor: float) -> Option | None:
-        """Return the option with the lowest loss for `factor` times the budget, if possible with few epochs, or None."""
+        """Return the option of the lowest loss for `factor` times the budget, if possible with few epochs, or None."""
         options = self._options(factor)
-        few = [option for option in options if option.epochs <= scaling.MOST_EPOCHS]
-        return min(few or options, key=lambda option: option.deficit, default=None)
+        unrepeated = [option for option in options if option.epochs <= scaling.MOST_EPOCHS]
+        return min(unrepeated or options, key=lambda option: option.deficit, default=None)
 
     def _option(self, depth: int, factor: float) -> Option | None:
         model, amount = self._model(depth), self.config.budget.amount
@@ -247,18 +255,22 @@ class Sizer:
     def _recipe(self, model: GPT2ScratchConfig, batch: int, steps: int) -> dict[str, Any]:
         """Return batch, rates, schedule, and the steps between validations and checkpoints."""
         every = max(1, steps // VALIDATIONS)
-        recipe = {"tokens_per_step": batch, "eval_steps": every, "save_steps": every}
-        recipe |= {"save_total_limit": VALIDATIONS - 1, "max_eval_samples": max(1, SCORED_TOKENS // model.n_positions)}
-        recipe |= {"logging_steps": max(1, min(50, steps // 50)), "lr_scheduler_type": "warmup_stable_decay"}
-        rates: dict[str, Any] = {}
-        if self._part("optim", self.architecture | self.given).optimizer == "adamw":
-            rates = {"learning_rate": scaling.adam_rate(model.n_embd), "min_learning_rate": 0.0}
-            rates["warmup_steps"] = round(0.05 * steps)
-        given = recipe | rates | self.architecture | self.given
-        optim = with_defaults(self._part("optim", given), set(given), batch, model)
-        rates = vars(optim) | {
-            "weight_decay": scaling.weight_decay(optim.optimizer, optim.learning_rate, batch, steps * batch)
+        recipe = {
+            "tokens_per_step": batch,
+            "eval_steps": every,
+            "save_steps": every,
+            "save_total_limit": VALIDATIONS - 1,
+            "max_eval_samples": max(1, SCORED_TOKENS // model.n_positions),
+            "logging_steps": max(1, min(50, steps // 50)),
+            "lr_scheduler_type": "warmup_stable_decay",
         }
+        settings = recipe | self.architecture | self.given
+        if self._part("optim", settings).optimizer == "adamw":
+            rates = {"learning_rate": scaling.adam_rate(model.n_embd), "min_learning_rate": 0.0}
+            settings = rates | {"warmup_steps": round(0.05 * steps)} | settings
+        optim = with_defaults(self._part("optim", settings), set(settings), batch, model)
+        decay = scaling.weight_decay(optim.optimizer, optim.learning_rate, batch, steps * batch)
+        rates = vars(optim) | {"weight_decay": decay}
         return recipe | {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in rates.items()}
 
     def _part(self, name: str, settings: dict[str, Any]) -> Any:
@@ -273,40 +285,40 @@ class Sizer:
 
     def _seconds(self, model: GPT2ScratchConfig, tokens: float) -> float:
         """Return the estimated seconds of a run that trains on `tokens`."""
-        compilation = COMPILED_FIRST_STEP + VALIDATION_GRAPH if self.setup.torch_compile else FIRST_STEP
-        whole = self.store.metadata.val.tokens
-        scored = whole + (VALIDATIONS - 1) * min(SCORED_TOKENS, whole)
-        return compilation + VALIDATIONS * AFTER_VALIDATION + (tokens + SCORING * scored) / self._pace(model)
+        validation = self.store.metadata.val.tokens
+        validation += (VALIDATIONS - 1) * min(SCORED_TOKENS, validation)  # the last is of all tokens
+        startup = startup_seconds(FIRST_STEP[self.setup.torch_compile], self.setup)
+        return startup + VALIDATIONS * AFTER_VALIDATION + (tokens + SCORING * validation) / self._pace(model)
 
     def _pace(self, model: GPT2ScratchConfig) -> float:
-        """Return tokens per second of all devices, by the FLOP/s measured for the nearest number of layers."""
-        nearest = min(self.paces, key=lambda depth: abs(depth - model.n_layer))
-        return self.paces[nearest] / flops_per_token(model)
+        """Return tokens per second of all devices."""
+        return self.flops / flops_per_token(model)
 
-    def _find_pace(self) -> None:
-        """Find FLOP/s: from published results for a model that fills a known GPU, otherwise from a few steps without compilation."""
+    def _find_speed(self) -> None:
+        """Find FLOP/s: from published results for a model that fills a known GPU, otherwise from a few steps without
+        compilation, of a small model and then of the best one for that speed."""
         plan_device, processes = self.config.cost.plan_device, self.accelerator.num_processes
         device = RENTALS[plan_device].datasheet if plan_device else device_name(self.accelerator.device)
         if (peak := peak_flops(device, self.setup.mixed_precision)) is not None:
             _, usual, _ = reported_mfu(device) or MFU_OF_OTHERS
-            self.paces = {0: usual * peak * processes}
-            self.known = f"{usual:.0%} of the peak of {device}, as others report"
+            self.flops = usual * peak * processes
+            self.source = f"{usual:.0%} of the peak of {device}, as others report"
             option = self._best(1.0)
             if option is not None and option.parameters >= FILLS_A_GPU:
                 return
             if plan_device:
                 raise UserError(
-                    f"plan_device is {plan_device}, but the best model for the budget is smaller than {FILLS_A_GPU / 1e6:.0f}M parameters: "
-                    f"no speed is published for it; use a larger --budget, or plan without --plan_device on the device itself."
+                    f"plan_device is {plan_device}, but the best model for the budget is smaller than "
+                    f"{FILLS_A_GPU / 1e6:.0f}M parameters: no speed is published for it; use a larger --budget, or "
+                    "plan without --plan_device on the device itself."
                 )
         printer(self.accelerator)("Measuring the speed of this device in a few steps ...")
-        self.paces, depth, tokens = {}, min(2, self.depths[-1]) if len(self.depths) > 1 else self.depths[0], 1
-        while depth not in self.paces and len(self.paces) < MOST_PROBES:
-            pace = self._probe(depth, tokens)
-            self.paces[depth] = on_main(self.accelerator, partial(float, pace))
-            option = self._best(1.0)
-            depth, tokens = (option.model.n_layer, option.tokens) if option is not None else (depth, tokens)
-        self.known = "measured over a few steps without compilation"
+        self.source = "measured over a few steps without compilation"
+        depth = self.depths[:2][-1]
+        self.flops = self._probe(depth, 1)
+        option = self._best(1.0)
+        if option is not None and option.model.n_layer != depth:
+            self.flops = self._probe(option.model.n_layer, option.tokens)
 
     def _probe(self, depth: int, tokens: float) -> float:
         """Measure FLOP/s of all devices for a model with `depth` layers and the batch for `tokens`."""
@@ -316,39 +328,42 @@ class Sizer:
         plan = make_plan(config, self.sample, self.sample.load_tokenizer(), self.accelerator, eager)
         speed = measure_speed(config, plan, eager, self.accelerator, self.sample, steps=2, seconds=PROBE_SECONDS)
         gain = COMPILED_SPEED if self.setup.torch_compile else 1.0
-        return gain * speed.tokens_per_second * flops_per_token(model)
+        return on_main(self.accelerator, lambda: gain * speed.tokens_per_second * flops_per_token(model))
 
     def _too_small(self) -> str:
         model = self._model(self.depths[0])
         batch = self._batch(model, 1)
         if (length := self._length(batch)) is not None and length < batch:
-            given = " and ".join(f"{name} is {self.given[name]}" for name in LENGTHS if self.given.get(name))
-            return f"{given}, less than one step of {batch:,} tokens; use more, or a smaller --tokens_per_step."
+            lengths = " and ".join(f"{name} is {self.given[name]}" for name in LENGTHS if self.given.get(name))
+            return f"{lengths}, less than one step of {batch:,} tokens; use more, or a smaller --tokens_per_step."
         if self.left is None:
             return f"budget is {self.config.budget.amount}, less than one step of the smallest model; use a larger one."
         return (
-            f"budget is {self.config.budget.amount}, of which {max(0.0, self.left):.0f} s are left after startup, but the first step of the smallest model, "
-            f"{VALIDATIONS} validations and checkpoints take about {self._seconds(model, batch):.0f} s; use a larger one."
+            f"budget is {self.config.budget.amount}, of which {max(0.0, self.left):.0f} s are left after startup, but "
+            f"the first step of the smallest model, {VALIDATIONS} validations and checkpoints take about "
+            f"{self._seconds(model, batch):.0f} s; use a larger one."
         )
 
     def _check_text(self, option: Option) -> None:
-        """Raise a `UserError` if a smaller budget, with at most `MOST_EPOCHS` epochs, would give a lower loss than the whole budget."""
+        """Raise a `UserError` if a smaller budget, with at most `MOST_EPOCHS` epochs, would give a lower loss."""
         if self.given.keys() & LENGTHS:
             return
-        limited = [replace(one, tokens=min(one.tokens, one.unique * scaling.MOST_EPOCHS)) for one in self._options(1.0)]
-        best = min(limited, key=lambda one: one.deficit)
+        largest = self.unique * scaling.MOST_EPOCHS  # tokens
+        best = min(
+            (replace(one, tokens=min(one.tokens, largest)) for one in self._options(1.0)), key=lambda one: one.deficit
+        )
         if option.epochs <= scaling.MOST_EPOCHS and option.deficit < TOLERANCE * best.deficit:
             return
-        amount, most = self.config.budget.amount, "a smaller depth"
+        amount, remedy = self.config.budget.amount, "a smaller depth"
         if amount is not None:
-            needed = best.tokens * flops_per_token(best.model)
+            number = best.tokens * flops_per_token(best.model)
             if self.left is not None:
-                needed = amount.number * self._seconds(best.model, best.tokens) / self.left
-            most = f"a budget of at most {needed:.2g}{amount.unit}"
+                number = amount.number * self._seconds(best.model, best.tokens) / self.left
+            remedy = f"a budget of at most {number:.2g}{amount.unit}"
         raise UserError(
-            f"The text has {self.unique:,} tokens, too few for the {'depth' if amount is None else 'budget'}: more than "
-            f"{scaling.MOST_EPOCHS} epochs help little, and a model with {best.parameters / 1e6:,.1f}M parameters in matrix products needs no "
-            f"more than {best.tokens:,.0f} tokens; add text, or use {most}."
+            f"The text has {self.unique:,} tokens, too few for the {'depth' if amount is None else 'budget'}: more "
+            f"than {scaling.MOST_EPOCHS} epochs help little, and a model with {best.parameters / 1e6:,.1f}M parameters "
+            f"in matrix products needs no more than {best.tokens:,.0f} tokens; add text, or use {remedy}."
         )
 
 

@@ -23,6 +23,7 @@ from training.step.optim import step_work
 from training.step.size import size_of
 from training.step.train_step import build_train_step
 
+VALIDATION_GRAPH = 0.4  # time to compile the validation, as a fraction of the time until the first step (quickstart)
 SCORING = 1 / 3  # cost of scoring a token in a validation, as a fraction of training on it: only the forward pass
 AFTER_VALIDATION = 1.0  # seconds of samples, plots and a checkpoint after each validation, measured for the quickstart
 WARM = 3  # steps after the first that allocate memory
@@ -38,10 +39,15 @@ class Throughput:
     """Estimated tokens per second of all processes together, with the source of the estimate."""
 
     tokens_per_second: float
-    known: str  # the source: "measured over 10 steps ...", "assumed ..."
+    source: str  # "measured over 10 steps ...", "assumed ..."
     mfu: float | None = None
     peak_bytes: float | None = None  # peak memory; None if no steps were measured
-    first_step: float = 0.0  # seconds until the first step is done
+    startup: float = 0.0  # seconds until the first step is done, and to compile the validation
+
+
+def startup_seconds(first_step: float, setup: Setup) -> float:
+    """Return the seconds before training at full speed. `first_step`: seconds until the first step is done."""
+    return first_step * (1 + VALIDATION_GRAPH * setup.torch_compile)
 
 
 def measure_speed(
@@ -53,18 +59,18 @@ def measure_speed(
     steps: int,
     seconds: float = 3.0,
 ) -> Throughput:
-    """Measure training steps at a learning rate of 0, on a GPU `steps` at a time, for at least `seconds`, after the first step, which
-    compiles. Called by every process. No result is kept.
+    """Measure training steps at a learning rate of 0, on a GPU `steps` at a time, for at least `seconds`, after the
+    first step, which compiles. Called by every process. No result is kept.
 
-    The steps have one micro-batch, on a CPU of few operations. The speed of the plan follows from the operations, and from steps of one
-    and of two micro-batches, whose difference excludes the optimizer."""
+    The steps have one micro-batch, on a CPU of few operations. The speed of the plan follows from the operations, and
+    from steps of one and of two micro-batches, whose difference excludes the optimizer."""
     model, micro = _bounded(plan, math.inf if plan.memory.on_gpu else PROBE_FLOPS * torch.get_num_threads())
     number = plan.tokens_per_step / (micro * model.n_positions * plan.batches.processes)  # of micro-batches
     tokens = place_tokens(store, "train", plan.placement.where, accelerator.device, config.batch.mask_documents)
     order = WindowOrder(store.metadata.train.tokens, model.n_positions, config.run.seed)
-    began = time.perf_counter()
-    one = replace(plan.batches, context=model.n_positions, micro_batch=micro, accumulation=1)
-    batches = TrainBatches(tokens, order, one, accelerator.process_index)
+    start = time.perf_counter()
+    single = replace(plan.batches, context=model.n_positions, micro_batch=micro, accumulation=1)
+    batches = TrainBatches(tokens, order, single, accelerator.process_index)
     train_step = build_train_step(model, None, batches, config.optim, setup, accelerator)
     speed = Speed(batches, plan.model, accelerator)
 
@@ -82,28 +88,29 @@ def measure_speed(
         return speed.seconds / speed.steps
 
     do(1)
-    first_step = time.perf_counter() - began
-    total, measured, scaled, peak = seconds_per_step(WARM), speed.steps, "", None
+    first_step = time.perf_counter() - start
+    total, source, peak = seconds_per_step(WARM), f"measured over {counted(speed.steps, 'step')}", None
     if (model, micro) == (plan.model, plan.batches.micro_batch):
         peak = peak_memory(accelerator.device)
         if not plan.memory.on_gpu:  # these steps do not save, sample or plot
             peak += plan.memory.fixed()["checkpoint copy"] + REPORTING
     if number > 1 or model != plan.model:
-        batches.plan = replace(one, accumulation=2)
+        batches.plan = replace(single, accumulation=2)
         accelerator.gradient_accumulation_steps, accelerator.step = 2, 0
-        each = min(total, max(0.0, seconds_per_step(1) - total))
+        slope = min(total, max(0.0, seconds_per_step(1) - total))  # seconds of a micro-batch, without the optimizer
         of_optimizer = step_work(config.optim.optimizer, plan.model) / step_work(config.optim.optimizer, model)
         of_model = flops_per_token(plan.model) / flops_per_token(model)
-        total = number * of_model * each + of_optimizer * (total - each)
-        scaled = f" of {micro * model.n_positions:,} tokens with {counted(model.n_layer, 'layer')} of width {model.n_embd}, scaled by operations"
-    known = f"measured over {counted(measured, 'step')}{scaled}; the first step was done after {first_step:.1f} s"
-    pace = plan.tokens_per_step / total
-    return Throughput(pace, known, speed.at_peak and pace / speed.at_peak, peak, first_step)
+        total = number * of_model * slope + of_optimizer * (total - slope)
+        layers = f"{counted(model.n_layer, 'layer')} of width {model.n_embd}"
+        source += f" of {micro * model.n_positions:,} tokens with {layers}, scaled by operations"
+    source += f"; the first step was done after {first_step:.1f} s"
+    pace, startup = plan.tokens_per_step / total, startup_seconds(first_step, setup)
+    return Throughput(pace, source, speed.at_peak and pace / speed.at_peak, peak, startup)
 
 
 def _bounded(plan: Plan, flops: float) -> tuple[GPT2ScratchConfig, int]:
-    """Return the model and the micro-batch of a step with at most `flops` operations: with fewer tokens, layers, sequences and heads,
-    in this order. Both are the plan's if `flops` is infinite."""
+    """Return the model and the micro-batch of a step with at most `flops` operations: with fewer tokens, layers,
+    sequences and heads, in this order. Both are the plan's if `flops` is infinite."""
     model, micro = deepcopy(plan.model), plan.batches.micro_batch
     if flops < math.inf:
         model.n_positions = min(model.n_positions, PROBE_CONTEXT)
@@ -123,14 +130,14 @@ def _bounded(plan: Plan, flops: float) -> tuple[GPT2ScratchConfig, int]:
 
 
 def assumed_speed(device: str, model: GPT2ScratchConfig, mixed_precision: str, devices: int) -> Throughput | None:
-    """Return the throughput assumed for a device from published results, or None if its peak is unknown or the model too small."""
+    """Return the throughput assumed from published results, or None for an unknown device or a small model."""
     peak = peak_flops(device, mixed_precision)
     if peak is None or size_of(model).products < FILLS_A_GPU:
         return None
     at_peak = peak * devices / flops_per_token(model)
-    least, usual, most = reported_mfu(device) or MFU_OF_OTHERS
-    known = (
-        f"assumed: {usual:.0%} of its peak; others report {least:.0%} to {most:.0%}, which is "
-        f"{least * at_peak:,.0f} to {most * at_peak:,.0f} tokens/s"
+    lowest, usual, highest = reported_mfu(device) or MFU_OF_OTHERS
+    source = (
+        f"assumed: {usual:.0%} of its peak; others report {lowest:.0%} to {highest:.0%}, which is "
+        f"{lowest * at_peak:,.0f} to {highest * at_peak:,.0f} tokens/s"
     )
-    return Throughput(usual * at_peak, known, usual)
+    return Throughput(usual * at_peak, source, usual)

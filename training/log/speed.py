@@ -13,7 +13,8 @@ from training.data.batches import TrainBatches
 from training.runtime.hardware import device_name, peak_flops
 from training.step.size import size_of
 
-# Measurements by name in metrics.jsonl, with their format on the screen. Widths are fixed, so that columns of the log do not shift.
+# Measurements by name in metrics.jsonl, with their format on the screen. Widths are fixed, so that columns of the log
+# do not shift.
 SHOWN = {
     "tokens_per_second": "{:>7,.0f} tok/s",
     "seconds_per_step": "{:.4f} s/step",
@@ -63,7 +64,7 @@ class Speed:
         return time.perf_counter() - self.since - self.paused
 
     def measured(self) -> dict[str, float]:
-        """Return the measurements by their names in metrics.jsonl, without communication. Data and memory are this process's."""
+        """Return the measurements by name in metrics.jsonl, without communication. Data and memory are local."""
         found = {}
         if self.steps:
             seconds = self.seconds
@@ -81,8 +82,9 @@ def flops_per_token(config: GPT2ScratchConfig, causal: bool = True) -> int:
 
         6 N + 6 L C T, where N is the number of weights in matrix products, with the head, tied or not
 
-    docs/speed.md derives it. An untied embedding is only looked up: GPT-2 with 124M parameters and its modern variant with 162M both
-    have 123.5M weights in products. With `causal=False`, each token attends to all T tokens: 12 L C T, as PaLM and nanoGPT count."""
+    docs/speed.md derives it. An untied embedding is only looked up: GPT-2 with 124M parameters and its modern variant
+    with 162M both have 123.5M weights in products. With `causal=False`, each token attends to all T tokens: 12 L C T,
+    as PaLM and nanoGPT count."""
     attention = config.n_layer * config.n_embd * config.n_positions
     return 6 * size_of(config).products + (6 if causal else 12) * attention
 

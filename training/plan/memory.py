@@ -14,8 +14,9 @@ LARGEST_MICRO_BATCH = 1 << 30  # sequences: the maximum of --per_device_train_ba
 BYTES_KEPT_WHOLE = 4  # per parameter: unsharded gradients on every process of a sharded model, during accumulation
 # Bytes that a block keeps for its backward pass, per token and unit of width (counted by test_memory.py).
 KEPT_IN_FP32, KEPT_IN_HALF = 64.4, 36.4
-# More of the same bytes, each as (fp32, half). Rotation and QK-norm make further queries and keys. Without compilation, autocast
-# normalizes queries and keys in fp32, and squares in fp32 on a GPU; the backward pass of the square holds a further MLP tensor.
+# More of the same bytes, each as (fp32, half). Rotation and QK-norm make further queries and keys. Without compilation,
+# autocast normalizes queries and keys in fp32, and squares in fp32 on a GPU; the backward pass of the square holds a
+# further MLP tensor.
 KEPT_BY_QUERIES, KEPT_BY_EAGER_QK_NORM, KEPT_BY_EAGER_SQUARE, SQUARE_BACKWARD = (8, 4), (0, 8), (0, 16), 16
 # Bytes that eager attention keeps, per token, head and attended position.
 SCORES_IN_FP32, SCORES_IN_HALF = 4, 6

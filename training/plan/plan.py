@@ -57,7 +57,7 @@ class Plan:
         return self.position.after(step, self.batches.sequences, self.batches.context)
 
     def is_due(self, strategy: str, every: int, step: int) -> bool:
-        """Return whether an action with `strategy` (`steps`, `epoch`, `no`) is due after `step` steps, and always after the last."""
+        """Return whether an action with `strategy` (`steps`, `epoch`, `no`) is due after `step` steps."""
         if step == self.max_steps:
             return True
         if strategy == "epoch":
@@ -75,28 +75,30 @@ def steps_of(arguments: LengthArguments, batches: BatchPlan, windows: int) -> in
 
 
 def host_memory_problems(memory: Memory, processes: int) -> Iterator[str]:
-    """Yield a problem if the model cannot fit the machine's whole memory. The system would kill the process without a message."""
+    """Yield a problem if the model cannot fit the whole memory. The system would kill the process without a message."""
     needed = sum(memory.fixed().values()) * processes
     there = psutil.virtual_memory().total + psutil.swap_memory().total
     if needed > there:
         yield (
-            f"A model of {memory.parameters:,} parameters needs {needed / 1e9:,.0f} GB with its gradients and moments, but this machine "
-            f"has {there / 1e9:,.0f} GB; lower n_layer or n_embd, or use a GPU or a larger machine."
+            f"A model of {memory.parameters:,} parameters needs {needed / 1e9:,.0f} GB with its gradients and moments, "
+            f"but this machine has {there / 1e9:,.0f} GB; lower n_layer or n_embd, or use a GPU or a larger machine."
         )
 
 
 def cuda_graph_problems(setup: Setup, batches: BatchPlan) -> Iterator[str]:
-    """Yield a problem if CUDA graphs, which reuse the memory of gradients, would corrupt accumulation or DDP's buckets."""
+    """Yield a problem if CUDA graphs, which reuse the memory of gradients, would corrupt accumulation or DDP."""
     mode = setup.torch_compile_mode
     if not setup.torch_compile or mode is None or not torch._inductor.list_mode_options(mode).get("triton.cudagraphs"):
         return
     instead = "max-autotune-no-cudagraphs" if "max" in mode else "no torch_compile_mode"
     if batches.processes > 1:
         yield (
-            f"torch_compile_mode {mode} uses CUDA graphs, which do not work with {batches.processes} processes; use {instead}."
+            f"torch_compile_mode {mode} uses CUDA graphs, which do not work with {batches.processes} processes; use "
+            f"{instead}."
         )
     elif batches.accumulation > 1:
         yield (
-            f"torch_compile_mode {mode} uses CUDA graphs, which overwrite the gradients accumulated over {batches.accumulation} "
-            f"micro-batches; use {instead}, or --tokens_per_step {batches.micro_batch * batches.context}, a single micro-batch."
+            f"torch_compile_mode {mode} uses CUDA graphs, which overwrite the gradients accumulated over "
+            f"{batches.accumulation} micro-batches; use {instead}, or --tokens_per_step "
+            f"{batches.micro_batch * batches.context}, a single micro-batch."
         )

@@ -10,6 +10,7 @@ from common.limits import setting
 from training.runtime.hardware import DOLLARS_PER_COLAB_UNIT, PRICES_OF, RENTALS, device_model
 
 SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+LONGEST = 100 * 365 * 86_400  # seconds of a budget
 NUMBER = r"(\d{1,15}(?:\.\d{1,9})?(?:e\+?\d{1,2})?)"
 WRITTEN = re.compile(rf"{NUMBER}\s*({'|'.join(SECONDS)}|usd|units|flops)", re.ASCII)
 FORMS = "such as 90m, 3h, 5usd, 120units (of Colab) or 2e18flops"
@@ -38,8 +39,8 @@ class BudgetArguments:
 
     @property
     def amount(self) -> Amount | None:
-        found = WRITTEN.fullmatch(self.budget.strip().lower()) if self.budget is not None else None
-        return Amount(float(found[1]), found[2]) if found else None
+        match = WRITTEN.fullmatch(self.budget.strip().lower()) if self.budget is not None else None
+        return Amount(float(match[1]), match[2]) if match else None
 
     @property
     def chooses(self) -> bool:
@@ -63,32 +64,39 @@ class Price:
     source: str
 
     def seconds(self, amount: Amount) -> float:
-        """Return the seconds that an amount of time or money pays for. Raise a `UserError` if the price in its unit is unknown."""
+        """Return the seconds that an amount of time or money pays for. Raise a `UserError` if the price in its unit is
+        unknown, or if they are more than 100 years."""
+        is_money, price = amount.unit == "usd", self.dollars if amount.unit == "usd" else self.units
         if amount.unit in SECONDS:
-            return amount.number * SECONDS[amount.unit]
-        if (per_hour := self.dollars if amount.unit == "usd" else self.units) is None:
-            other = "add --hourly_price" if amount.unit == "usd" else "give a time such as 3h"
-            priced = "a100-80gb" if amount.unit == "usd" else "a100-40gb"
+            seconds = amount.number * SECONDS[amount.unit]
+        elif price is not None:
+            seconds = 3600 * amount.number / price if price else math.inf
+        else:
+            remedy = "add --hourly_price" if is_money else "give a time such as 3h"
             raise UserError(
-                f"budget is {amount}, but the hourly price of {self.device or 'this CPU'} in this unit is not known; {other}, or use --plan "
-                f"with a device of known price, such as --plan_device {priced}."
+                f"budget is {amount}, but the hourly price of {self.device or 'this CPU'} in this unit is not known; "
+                f"{remedy}, or use --plan with a device of known price, such as --plan_device "
+                f"{'a100-80gb' if is_money else 'a100-40gb'}."
             )
-        return 3600 * amount.number / per_hour if per_hour else math.inf
+        if seconds > LONGEST:
+            values = f"{amount} and hourly_price is {price:g}" if is_money else f"{amount}"
+            raise UserError(f"budget is {values}, more than 100 years; use a smaller one, or a time such as 3h.")
+        return seconds
 
     def verdict(self, amount: Amount, seconds: float) -> str:
-        """Compare an amount of time or money with the `seconds` that a run needs: `120 units available, 96 needed: sufficient, 20%
-        margin`. All known prices follow."""
+        """Compare an amount of time or money with the `seconds` that a run needs: `120 units available, 96 needed:
+        sufficient, 20% margin`. All known prices follow."""
         share, hours = seconds / self.seconds(amount), seconds / 3600
         state = f"sufficient, {1 - share:.0%} margin" if share <= 1 else f"NOT sufficient, {share - 1:.0%} too little"
         costs = {"dollars": self.dollars, "Colab units": self.units}
-        known = [f"{hours * price:,.2f} {name}" for name, price in costs.items() if price is not None]
-        source = f"; {hours:,.2f} hours cost {' or '.join(known)} ({self.source})" if known else ""
+        prices = [f"{hours * price:,.2f} {name}" for name, price in costs.items() if price is not None]
+        source = f"; {hours:,.2f} hours cost {' or '.join(prices)} ({self.source})" if prices else ""
         return f"{amount} available, {share * amount.number:,.3g} needed: {state}{source}"
 
 
 def price_of(device: str, plan_device: str | None, hourly_price: float | None, processes: int) -> Price:
-    """Return the price of `processes` devices. `device`: name of the local GPU. `hourly_price`: dollars for all of them. Of a range of
-    prices, the highest counts."""
+    """Return the price of `processes` devices. `device`: name of the local GPU. `hourly_price`: dollars for all of
+    them. Of a range of prices, the highest counts."""
     similar = [rental for rental in RENTALS.values() if device and rental.datasheet == device_model(device)]
     rentals = similar if plan_device is None else [RENTALS[plan_device]]
     units = next((rental.colab_units * processes for rental in rentals if rental.colab_units is not None), None)

@@ -53,7 +53,8 @@ class CostArguments:
 
     def problems(self) -> Iterator[str]:
         if self.plan_device is not None and self.plan_device not in RENTALS:
-            yield f"plan_device is {self.plan_device!r}; it must be one of {', '.join(rentals_named(self.plan_device) or RENTALS)}."
+            names = ", ".join(rentals_named(self.plan_device) or RENTALS)
+            yield f"plan_device is {self.plan_device!r}; it must be one of {names}."
         elif self.plan_device is not None and not self.plan:
             yield f"plan_device is {self.plan_device}, which only applies with --plan; add --plan or leave it out."
 
@@ -86,6 +87,6 @@ def watts(name: str) -> float | None:
 
 
 def reported_mfu(name: str) -> list[float] | None:
-    """Return the lowest, a typical and the highest MFU that others report for GPT-2 on a device, or None without reports.
-    The models have 124M to 135M parameters."""
+    """Return the lowest, a typical and the highest MFU that others report for GPT-2 on a device, or None without
+    reports. The models have 124M to 135M parameters."""
     return _DATA["reported_mfu"].get(device_model(name).partition(" ")[0])

@@ -1,8 +1,8 @@
 """Embeddings with deterministic gradients.
 
 Inductor computes the gradient of a lookup with atomic additions from several threads. Their order, and therefore the
-rounding, differs between runs (seen on two CPU threads: different weights from step 4 to 8 on). PyTorch's own kernel adds
-the rows of a token in batch order, on CPUs (each thread owns a range of rows) and on GPUs (sorted by token).
+rounding, differs between runs (seen on two CPU threads: different weights from step 4 to 8 on). PyTorch's own kernel
+adds the rows of a token in batch order, on CPUs (each thread owns a range of rows) and on GPUs (sorted by token).
 """
 
 import torch
@@ -15,7 +15,7 @@ from modeling_gpt2scratch.modeling_gpt2scratch import GPT2ScratchModel, GPT2Scra
 @torch.library.custom_op("gpt2scratch::embedding_gradient", mutates_args=())
 def embedding_gradient(grad_output: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the gradient (rows, C) of an embedding table, from the looked-up `ids` (B, T) and `grad_output` (B, T, C).
-    This is a custom operator so that the compiler calls it unchanged instead of decomposing it into atomic additions."""
+    This is a custom operator so that the compiler calls it unchanged, without atomic additions."""
     return torch.ops.aten.embedding_dense_backward(grad_output, ids, rows, -1, False)
 
 
@@ -47,7 +47,7 @@ class DeterministicPositionEmbedding(GPT2ScratchPositionEmbedding, Deterministic
 
 
 def make_embeddings_deterministic(model: GPT2ScratchModel) -> None:
-    """Make the embedding gradients of a model deterministic. Parameters, their names and forward values do not change."""
+    """Make the embedding gradients of a model deterministic. Parameters, names and forward values do not change."""
     model.wte.__class__ = DeterministicEmbedding
     if model.wpe is not None:
         model.wpe.__class__ = DeterministicPositionEmbedding

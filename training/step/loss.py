@@ -33,9 +33,9 @@ class NextTokenLoss(nn.Module):
     def forward(
         self, inputs: torch.Tensor, targets: torch.Tensor, divisor: int, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the cross-entropy of `targets` (B, T) after `inputs` (B, T), summed and divided by `divisor`. -100 is ignored.
-        If `positions` (B, T) restart within a row, attention restarts too. In eager mode, Transformers then checks whether any
-        do, which waits for the device."""
+        """Return the cross-entropy of `targets` (B, T) after `inputs` (B, T), summed and divided by `divisor`. -100 is
+        ignored. If `positions` (B, T) restart within a row, attention restarts too. In eager mode, Transformers then
+        checks whether any do, which waits for the device."""
         outputs = self.model.transformer(input_ids=inputs, position_ids=positions, use_cache=False)
         hidden_states = outputs.last_hidden_state.flatten(0, 1)  # (B * T, C)
         return self.linear_cross_entropy(hidden_states, self.model.lm_head.weight, targets.flatten()) / divisor
@@ -55,7 +55,7 @@ def linear_cross_entropy(hidden_states: torch.Tensor, weight: torch.Tensor, targ
 
 @torch.no_grad()
 def token_nats(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each token in nats, (N,) in fp32, as summed by `linear_cross_entropy`, or 0 for ignored targets."""
+    """Return the loss of each token in nats, (N,) in fp32, as summed by `linear_cross_entropy`; 0 if ignored."""
     states, matrix = _operands(hidden_states, weight)
     parts = []
     for rows in _chunks(states):
@@ -96,8 +96,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _operands(hidden_states: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the hidden states (N, C) and the weight (V, C) in autocast's precision. The weight is zero-padded to a number of rows
-    that matrix kernels prefer, if the padding is small."""
+    """Return the hidden states (N, C) and the weight (V, C) in autocast's precision. The weight is zero-padded to a
+    number of rows that matrix kernels prefer, if the padding is small."""
     device, V = weight.device.type, len(weight)
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     matrix = weight.to(dtype)
@@ -131,7 +131,7 @@ def _nats(log_probabilities: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
 
 
 def _nats_of_one_kernel(log_probabilities: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the value of `_nats`, computed as a sum over all columns, which Inductor fuses into the kernel that reads the logits.
-    A gather would be fused across chunks instead, which keeps the logits of all chunks: 2.1 GB for 64 x 512 x 32,000."""
+    """Return the value of `_nats`, computed as a sum over all columns, which Inductor fuses into the kernel that reads
+    the logits. A gather would be fused across chunks instead, which keeps all logits: 2.1 GB for 64 x 512 x 32,000."""
     is_target = torch.arange(log_probabilities.shape[1], device=targets.device) == targets[:, None]
     return -torch.where(is_target, log_probabilities, 0.0).sum()

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024): orthogonalized momentum for the matrices of the blocks, and Adam for all other parameters."""
+"""Muon (Jordan et al. 2024): orthogonalized momentum for the matrices of the blocks, Adam for all other weights."""
 
 from collections import defaultdict
 from typing import Any
@@ -22,10 +22,10 @@ def momentum_at(step: int) -> float:
 
 
 def orthogonalize(matrices: torch.Tensor, precision: torch.dtype) -> torch.Tensor:
-    """Return the nearest semi-orthogonal matrix U V^T of each matrix U S V^T, approximately: singular values are about 0.7 to 1.2.
-    This is a Newton-Schulz iteration with a polynomial of degree five, which needs matrix products only.
-    `matrices`: (n, r, c) with r <= c, in fp32. Their memory is reused. `precision`: dtype of the products. bf16 is enough, and faster
-    where the device has instructions for it."""
+    """Return the nearest semi-orthogonal matrix U V^T of each matrix U S V^T, approximately: singular values are about
+    0.7 to 1.2. This is a Newton-Schulz iteration with a polynomial of degree five, which needs matrix products only.
+    `matrices`: (n, r, c) with r <= c, in fp32. Their memory is reused. `precision`: dtype of the products. bf16 is
+    enough, and faster where the device has instructions for it."""
     a, b, c = COEFFICIENTS
     X = matrices.div_(matrices.norm(dim=(-2, -1), keepdim=True) + 1e-7).to(precision)  # (n, r, c)
     del matrices  # frees the stack in fp32 if the products are in bf16
@@ -39,15 +39,15 @@ def orthogonalize(matrices: torch.Tensor, precision: torch.dtype) -> torch.Tenso
 class Muon(torch.optim.Optimizer):
     """Optimizer with two kinds of parameter groups.
 
-    A group with `rule` "muon" has the keys `lr`, `weight_decay`, `momentum` and `matrices`, the number of matrices that its
-    parameters hold one below the other: 3 for the fused query-key-value projection. A group with `rule` "adam" has the keys
-    `lr`, `weight_decay`, `betas` and `eps`. Weight decay is decoupled.
+    A group with `rule` "muon" has the keys `lr`, `weight_decay`, `momentum` and `matrices`, the number of matrices that
+    its parameters hold one below the other: 3 for the fused query-key-value projection. A group with `rule` "adam" has
+    the keys `lr`, `weight_decay`, `betas` and `eps`. Weight decay is decoupled.
 
-    `found_inf` and `grad_scale` are set by a gradient scaler or `skip_if_not_finite`: if `found_inf` is 1, a step changes nothing,
-    and the host does not wait for the device. Gradients must be unscaled before.
+    `found_inf` and `grad_scale` are set by a gradient scaler or `skip_if_not_finite`: if `found_inf` is 1, a step
+    changes nothing, and the host does not wait for the device. Gradients must be unscaled before.
 
-    With sharded parameters (DTensor), momentum is sharded too. Every process gathers all updates and orthogonalizes all of them,
-    with the same kernels, so that all processes compute the same weights, and the same weights as a single process would.
+    With sharded parameters (DTensor), momentum is sharded too. Every process gathers all updates and orthogonalizes all
+    of them, with the same kernels, so that all processes compute the weights that a single process would.
     """
 
     _step_supports_amp_scaling = True
@@ -80,7 +80,7 @@ class Muon(torch.optim.Optimizer):
         )  # fmt: skip
 
     def _step_of_muon(self, groups: list[tuple[dict[str, Any], list[torch.Tensor]]]) -> None:
-        """Update the parameters of all groups. Those with matrices of one shape, (r, c) or (c, r), are updated together."""
+        """Update the parameters of all groups. Matrices of one shape, (r, c) or (c, r), are updated together."""
         by_shape = defaultdict(list)
         for group, parameters in groups:
             for parameter in parameters:
@@ -105,13 +105,13 @@ class Muon(torch.optim.Optimizer):
             shard.sub_(local(shard_like(update, parameter)).to(shard.dtype) * (rate * kept))
 
     def _stack_of_updates(self, members: Members, found_inf: torch.Tensor | None) -> torch.Tensor:
-        """Return Nesterov's updates of all matrices as one stack (n, r, c). Their separate copies are free on return."""
+        """Return Nesterov's updates of all matrices as one stack (n, r, c). Separate copies are freed."""
         updates = zip(members, self._momentum_updates(members, found_inf), strict=True)
         matrices = [matrix for (_, group), update in updates for matrix in update.chunk(group["matrices"])]
         return torch.stack([matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT for matrix in matrices])
 
     def _momentum_updates(self, members: Members, found_inf: torch.Tensor | None) -> list[torch.Tensor]:
-        """Update the momentum and return Nesterov's update of each parameter, whole. A skipped step does not change the momentum."""
+        """Update the momentum and return Nesterov's update of each parameter, whole. A skipped step keeps it."""
         momentum = members[0][1]["momentum"]  # the same in all groups
         buffers = [local(self.state[parameter]["momentum_buffer"]) for parameter, _ in members]
         gradients = [local(parameter.grad) for parameter, _ in members]
@@ -124,7 +124,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _whole_like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of which `shard` is this process's part, divided like `parameter`. All processes must call this."""
+    """Return the full tensor of a `shard` that is divided like `parameter`. All processes must call this."""
     if not isinstance(parameter, DTensor):
         return shard
     layout = {"shape": parameter.shape, "stride": parameter.stride()}

@@ -72,9 +72,10 @@ MUON_DEFAULTS = {
 def with_defaults(
     arguments: OptimArguments, given: set[str], tokens_per_step: int, model: ModelArguments | GPT2ScratchConfig
 ) -> OptimArguments:
-    """Return the arguments with Muon's defaults for the settings that are not `given`. AdamW's arguments are returned as they are.
-    Muon's rate does not depend on the width. Adam's rates are those of width 768 times sqrt(768 / width). All rates are multiplied
-    by `batch_factor`. An embedding that is a head too, or is not normalized, has small values and therefore the head's rate."""
+    """Return the arguments with Muon's defaults for the settings that are not `given`. AdamW's arguments are returned
+    as they are. Muon's rate does not depend on the width. Adam's rates are those of width 768 times sqrt(768 / width).
+    All rates are multiplied by `batch_factor`. An embedding that is a head too, or is not normalized, has small values
+    and therefore the head's rate."""
     if arguments.optimizer != "muon":
         return arguments
     scale = batch_factor(tokens_per_step)
@@ -88,8 +89,8 @@ def with_defaults(
 
 
 def batch_factor(tokens_per_step: int) -> float:
-    """Return the factor of Muon's default rates: sqrt(B / 2^19) for a larger global batch B, as in nanochat, otherwise 1.
-    For smaller batches the rule does not hold: see docs/log.md for the measurement."""
+    """Return the factor of Muon's default rates: sqrt(B / 2^19) for a larger global batch B, as in nanochat, otherwise
+    1. For smaller batches the rule does not hold: see docs/log.md for the measurement."""
     return max(1.0, math.sqrt(tokens_per_step / 2**19))
 
 
@@ -108,8 +109,8 @@ def describe_rates(arguments: OptimArguments, tokens_per_step: int) -> str:
 # Keys of the fp32 tensors in the optimizer's state of a parameter, by the rule of its group.
 MOMENTS = {"adam": ("step", "exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 SCALARS = {"step"}  # a single number instead of one per weight
-# Temporary bytes of Muon's step per weight of its largest stack, with products in (fp32, bf16): X, the next X and A, or the updates
-# and their stack. Counted for 12 layers of width 768 and 1,024 (tests/fake_cuda).
+# Temporary bytes of Muon's step per weight of its largest stack, with products in (fp32, bf16): X, the next X and A, or
+# the updates and their stack. Counted for 12 layers of width 768 and 1,024 (tests/fake_cuda).
 MUON_BYTES = (9, 8)
 
 
@@ -124,8 +125,8 @@ def build_optimizer(
 
 
 def parameter_groups(model: nn.Module, arguments: OptimArguments) -> list[dict[str, Any]]:
-    """Return the optimizer's groups. `initial_lr` of a group is its peak learning rate, and `rule` the key in `MOMENTS`.
-    Weight decay applies to matrices; with Muon, only to those of the blocks. A tied head belongs to the embedding."""
+    """Return the optimizer's groups. `initial_lr` of a group is its peak learning rate, and `rule` the key in
+    `MOMENTS`. Weight decay applies to matrices; with Muon, only to those of the blocks. A tied head is an embedding."""
     uses_muon = arguments.optimizer == "muon"
     peaks = {"wte": arguments.embedding_learning_rate, "wpe": arguments.embedding_learning_rate}
     peaks |= {"lm_head": arguments.head_learning_rate}
@@ -137,8 +138,8 @@ def parameter_groups(model: nn.Module, arguments: OptimArguments) -> list[dict[s
             continue
         is_matrix, matrices = parameter.dim() >= 2, 3 if name.endswith("attn.c_attn.weight") else 1
         by_muon = uses_muon and is_matrix and ".h." in name
-        others = arguments.head_learning_rate if uses_muon and not by_muon else None
-        peak = peaks.get(name.split(".")[-2], others) or arguments.learning_rate
+        remainder = arguments.head_learning_rate if uses_muon and not by_muon else None
+        peak = peaks.get(name.split(".")[-2], remainder) or arguments.learning_rate
         decay = arguments.weight_decay if is_matrix and (by_muon or not uses_muon) else 0.0
         rule = muon | {"matrices": matrices} if by_muon else adam
         group = {"params": [], "weight_decay": decay, "lr": peak, "initial_lr": peak, **rule}
@@ -163,19 +164,21 @@ def schedule(step: int, max_steps: int, arguments: OptimArguments) -> float:
 
 
 def cooldown_start(max_steps: int, arguments: OptimArguments) -> int:
-    """Return the number of steps of `warmup_stable_decay` before the rates fall. Other schedules have no stable phase: 0."""
+    """Return the number of steps of `warmup_stable_decay` before the rates fall. 0 for other schedules."""
     stable = arguments.lr_scheduler_type == "warmup_stable_decay"
     return round(max_steps * (1.0 - arguments.cooldown_fraction)) if stable else 0
 
 
-def jump_at(step: int, before: Mapping[str, Any], max_steps: int, arguments: OptimArguments) -> list[str]:
-    """Return a sentence if `step` is in the cooldown of a shorter run with the settings `before`, and the rates now rise."""
-    kept = {name: getattr(arguments, name) for name in ("lr_scheduler_type", "cooldown_fraction", "warmup_steps")}
-    if before.get("max_steps") not in range(1, max_steps) or not kept.items() <= before.items():
+def jump_at(step: int, settings: Mapping[str, Any], max_steps: int, arguments: OptimArguments) -> list[str]:
+    """Return a sentence if `step` is in the cooldown of a shorter run with other `settings`, and the rates now rise."""
+    schedules = {name: getattr(arguments, name) for name in ("lr_scheduler_type", "cooldown_fraction", "warmup_steps")}
+    if settings.get("max_steps") not in range(1, max_steps) or not schedules.items() <= settings.items():
         return []
-    old, new = (schedule(step, steps, arguments) for steps in (before["max_steps"], max_steps))
-    text = f"rates of step {step + 1:,} changed from {old:.0%} to {new:.0%} of their peak: the checkpoint is from a cooldown"
-    return [text] if new > old and arguments.lr_scheduler_type == "warmup_stable_decay" else []
+    old, new = (schedule(step, steps, arguments) for steps in (settings["max_steps"], max_steps))
+    if new <= old or arguments.lr_scheduler_type != "warmup_stable_decay":
+        return []
+    change = f"changed from {old:.0%} to {new:.0%} of their peak"
+    return [f"rates of step {step + 1:,} {change}: the checkpoint is from a cooldown"]
 
 
 def set_rates(optimizer: torch.optim.Optimizer, step: int, factor: float) -> None:
@@ -188,7 +191,7 @@ def set_rates(optimizer: torch.optim.Optimizer, step: int, factor: float) -> Non
 
 def skip_if_not_finite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
     """Make the next `step` change nothing, including moments and their step count, if the gradient is not finite.
-    PyTorch's fused kernels read `found_inf` on the device. In fp16, the scaler sets it; this function is for other precisions."""
+    PyTorch's fused kernels read `found_inf` on the device. In fp16, the scaler sets it instead."""
     if optimizer.defaults.get("fused"):
         optimizer.grad_scale, optimizer.found_inf = None, (~grad_norm.isfinite()).float()
     elif not grad_norm.isfinite():  # waits for the device, but only on Apple GPUs, where Adam is not fused
@@ -201,17 +204,17 @@ def moment_bytes(optimizer: str, size: ModelSize) -> int:
 
 
 def step_bytes(optimizer: str, size: ModelSize, in_bf16: bool) -> int:
-    """Return the temporary bytes of an optimizer's step: with Muon, for the MLPs, whose matrices are its largest stack."""
+    """Return the temporary bytes of an optimizer's step: for the MLPs, Muon's largest stack of matrices."""
     return MUON_BYTES[in_bf16] * size.mlp_products if optimizer == "muon" else 0
 
 
 def step_work(optimizer: str, model: GPT2ScratchConfig) -> int:
-    """Return the operations of an optimizer's step, up to a factor. Muon's operations per weight grow with the width."""
+    """Return the operations of an optimizer's step, up to a factor. Muon's grow with the width, too."""
     return size_of(model).parameters * (model.n_embd if optimizer == "muon" else 1)
 
 
 def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor, str]]:
-    """Yield the name in a checkpoint, such as `transformer.wte.weight/exp_avg`, the parameter, and the key of each moment."""
+    """Yield the name in a checkpoint, such as `transformer.wte.weight/exp_avg`, parameter and key of each moment."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -233,8 +236,8 @@ def named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
 
 
 def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the moments of a safetensors file into `optimizer`, built for `model`. Its hyperparameters do not change. Raise a
-    `UserError` if the file's tensors do not match the optimizer, or hold values that no run writes."""
+    """Load the moments of a safetensors file into `optimizer`, built for `model`. Its hyperparameters do not change.
+    Raise a `UserError` if the file's tensors do not match the optimizer, or hold values that no run writes."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[torch.Tensor, dict[str, torch.Tensor]] = {parameter: {} for parameter in parameters}
     shapes = moment_shapes(model, optimizer)
@@ -244,8 +247,8 @@ def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
         for name, parameter, key in _moments(model, optimizer):
             full = verified(file.get_tensor(name), name, shapes[name], path)
             state[parameter][key] = shard_like(full, parameter)
-    numbered = dict(enumerate(state.values()))
-    optimizer.load_state_dict({"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]})
+    states = dict(enumerate(state.values()))
+    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def usual_learning_rate(parameters: int) -> float:

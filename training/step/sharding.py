@@ -1,11 +1,12 @@
 """Sharding of weights, gradients and moments across processes (FSDP2), for models that exceed the memory of one device.
 
-It is enabled in Accelerate's configuration (`distributed_type: FSDP`, `fsdp_version: 2`; see launch/fsdp2.yaml). Accelerate
-itself would not shard on a CPU, and would compile before it shards, which breaks the single graph. Therefore the sharding is done
-here, the same way on every device; Accelerate launches, scales, accumulates and logs as for any group of processes.
+It is enabled in Accelerate's configuration (`distributed_type: FSDP`, `fsdp_version: 2`; see launch/fsdp2.yaml).
+Accelerate itself would not shard on a CPU, and would compile before it shards, which breaks the single graph. Therefore
+the sharding is done here, the same way on every device; Accelerate launches, scales, accumulates and logs as for any
+group of processes.
 
-Each process keeps its shard of every tensor: the rows that `torch.chunk` assigns to its rank. A block is gathered for its
-computation and then freed (Rajbhandari et al. 2020, "ZeRO", stage 3; Zhao et al. 2023, "PyTorch FSDP").
+Each process keeps its shard of every tensor: the rows that `torch.chunk` assigns to its rank. A block is gathered for
+its computation and then freed (Rajbhandari et al. 2020, "ZeRO", stage 3; Zhao et al. 2023, "PyTorch FSDP").
 """
 
 from collections.abc import Iterator
@@ -35,8 +36,8 @@ class ShardedLoss(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate full fp32 gradients locally, without reducing them across processes. Used for every micro-batch of a step
-        except the last. Saves transfers and costs 4 bytes per parameter."""
+        """Accumulate full fp32 gradients locally, without reducing them across processes. Used for every micro-batch of
+        a step except the last. Saves transfers and costs 4 bytes per parameter."""
         self.loss.model.set_requires_gradient_sync(False)
         try:
             yield
@@ -47,19 +48,19 @@ class ShardedLoss(nn.Module):
 def shard(
     loss: NextTokenLoss, accelerator: Accelerator, sharding: Sharding, compile_settings: dict[str, Any] | None = None
 ) -> ShardedLoss:
-    """Replace the parameters of `loss.model` with their shards, on the device. All processes must have the same weights. Build the
-    optimizer afterwards. `compile_settings` are arguments of `torch.compile`, or None (not compiled)."""
+    """Replace the parameters of `loss.model` with their shards, on the device. All processes must have the same
+    weights. Build the optimizer afterwards. `compile_settings` are those of `torch.compile`, or None."""
     model = loss.model
     mesh, is_cuda = _mesh(accelerator, sharding), accelerator.device.type == "cuda"
     offload = fsdp.CPUOffloadPolicy(pin_memory=is_cuda) if sharding.offload else fsdp.OffloadPolicy()
-    # Weights are gathered in the compute precision, which halves the transfers; autocast would keep a cast copy of every weight
-    # until the backward pass. Shards, gradient sums and the loss stay fp32.
+    # Weights are gathered in the compute precision, which halves the transfers; autocast would keep a cast copy of
+    # every weight until the backward pass. Shards, gradient sums and the loss stay fp32.
     compute = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
     policy = fsdp.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     for block in model.transformer.h:
         fsdp.fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    # All other parameters form one group, so that a tied head shares its tensor. By default, the group would stay gathered after
-    # a validation, and the model's parameters would not be those of the optimizer.
+    # All other parameters form one group, so that a tied head shares its tensor. By default, the group would stay
+    # gathered after a validation, and the model's parameters would not be those of the optimizer.
     fsdp.fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
     # Weights are gathered for the model's `forward`, and for the loss, which calls parts of the model.
     model.next_token_loss = loss.forward
@@ -79,8 +80,8 @@ def _mesh(accelerator: Accelerator, sharding: Sharding) -> DeviceMesh:
 
 
 def _compile(loss: NextTokenLoss, settings: dict[str, Any]) -> None:
-    """Compile each block and the loss as separate graphs, because gathering breaks the graph of a model between its blocks.
-    Call this after `fully_shard`, which replaces the class of a block, and with it the `forward` that is compiled here."""
+    """Compile each block and the loss as separate graphs, because gathering breaks the graph of a model between its
+    blocks. Call this after `fully_shard`, which replaces the class of a block and its `forward`."""
     for block in loss.model.transformer.h:
         block.forward = torch.compile(block.forward, **settings)
     loss.linear_cross_entropy = torch.compile(loss.linear_cross_entropy, **settings)
@@ -89,8 +90,8 @@ def _compile(loss: NextTokenLoss, settings: dict[str, Any]) -> None:
 @contextmanager
 def generating(model: GPT2ScratchForCausalLM) -> Iterator[None]:
     """Context in which all processes generate from a sharded model together, with the same prompts and seed.
-    All of them use the logits of rank 0: if two devices rounded differently, one would end its text while the other waits for
-    it. Generation is not compiled, because every length would be a separate graph."""
+    All of them use the logits of rank 0: if two devices rounded differently, one would end its text while the other
+    waits for it. Generation is not compiled, because every length would be a separate graph."""
     if not isinstance(model, fsdp.FSDPModule):
         yield
         return

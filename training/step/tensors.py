@@ -27,8 +27,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return this process's shard of `full`, placed and divided like `parameter`. Every process must pass the same `full`.
-    If the parameter is plain or `full` is a scalar (AdamW's step count), `full` is returned as is."""
+    """Return this process's shard of `full`, placed and divided like `parameter`. Every process must pass the same
+    `full`. If the parameter is plain or `full` is a scalar (AdamW's step count), `full` is returned as is."""
     if not isinstance(parameter, DTensor) or full.dim() == 0:
         return full
     return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None).to(parameter.device)
@@ -57,7 +57,7 @@ def verified(tensor: torch.Tensor, name: str, shape: torch.Size, path: Path) -> 
 
 
 def load_checkpoint_weights(path: Path, model: nn.Module) -> None:
-    """Load a safetensors file into `model`, which is not yet sharded. Raise a `UserError` if the tensors do not match."""
+    """Load a safetensors file into `model`, which is not yet sharded. Raise a `UserError` if they do not match."""
     parameters = dict(model.named_parameters())  # without a tied head
     with open_tensors(path) as file, torch.no_grad():
         if wrong := sorted(set(file.keys()) ^ parameters.keys()):

@@ -35,8 +35,8 @@ class TrainStep:
     max_grad_norm: float
 
     def __call__(self, step: int, rate_factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Train on global batch `step`, at `rate_factor` times the peak learning rates. Return this process's mean loss and the
-        gradient norm before clipping, as tensors on the device."""
+        """Train on global batch `step`, at `rate_factor` times the peak learning rates. Return this process's mean loss
+        and the gradient norm before clipping, as tensors on the device."""
         accumulation = self.batches.plan.accumulation
         # Dropout is a function of (seed, step, rank), like the data: no generator state to save or restore.
         self._seed(mix(mix(self.batches.order.seed, step), self.accelerator.process_index) >> 1)
@@ -49,7 +49,8 @@ class TrainStep:
                 with record_function("forward"):
                     loss = self.loss(inputs, targets, targets.numel(), positions)
                 with record_function("backward"):
-                    # A factor of exactly 1. If the loss is not finite, every gradient becomes not finite, on all processes.
+                    # A factor of exactly 1. If the loss is not finite, every gradient becomes not finite, on all
+                    # processes.
                     self.accelerator.backward(loss * (1 + 0 * loss.detach()))
                     total += loss.detach()
                 with record_function("optimizer"):
@@ -65,7 +66,7 @@ class TrainStep:
 
     def _seed(self, seed: int) -> None:
         """Seed only the generators in use.
-        Without a GPU, `torch.manual_seed` takes 0.3 ms: on each call, it records a traceback, for use if a GPU appears later."""
+        Without a GPU, `torch.manual_seed` takes 0.3 ms: each call records a traceback, for a GPU that appears later."""
         torch.default_generator.manual_seed(seed)
         if self.accelerator.device.type != "cpu":
             torch.get_device_module(self.accelerator.device).manual_seed(seed)
@@ -80,12 +81,13 @@ def build_train_step(
     accelerator: Accelerator,
     pretrained: Callable[[nn.Module], None] | None = None,
 ) -> TrainStep:
-    """Build, compile and distribute the model, and create its optimizer. Weights and moments are new or from a checkpoint. Raise a
-    `UserError` if the checkpoint's tensors do not fit the model, or hold values that no run writes.
+    """Build, compile and distribute the model, and create its optimizer. Weights and moments are new or from a
+    checkpoint. Raise a `UserError` if the checkpoint's tensors do not fit the model, or hold values that no run writes.
     `pretrained` writes the initial weights of a run without a checkpoint; by default they are random."""
     load = partial(load_checkpoint_weights, checkpoint / WEIGHTS) if checkpoint is not None else pretrained
     model = build_model(config, setup, batches.order.seed, load)
-    # The count of micro-batches starts at 0, so that a measurement before the run does not shift the run's global batches.
+    # The count of micro-batches starts at 0, so that a measurement before the run does not shift the run's global
+    # batches.
     accelerator.gradient_accumulation_steps, accelerator.step = batches.plan.accumulation, 0
     loss = _prepare_loss(NextTokenLoss(model).train(), accelerator, setup)
     precision = torch.bfloat16 if setup.mixed_precision == "bf16" and computes_bf16() else torch.float32
@@ -97,8 +99,8 @@ def build_train_step(
 
 def _prepare_loss(loss: NextTokenLoss, accelerator: Accelerator, setup: Setup) -> nn.Module:
     """Compile `loss` and wrap it for the run's processes, as one process, DDP, or FSDP2 if the launcher requests it.
-    It is compiled in place before DDP wraps it: Accelerate wraps first and compiles the wrapper, whose forward cannot be
-    one graph (huggingface/accelerate#3991). The autocast that Accelerate adds to `forward` is part of the graph either way."""
+    It is compiled in place before DDP wraps it: Accelerate wraps first and compiles the wrapper, whose forward cannot
+    be one graph (huggingface/accelerate#3991). The graph contains Accelerate's autocast either way."""
     if setup.torch_compile:
         prepare_cache()
     if setup.shards(accelerator):
