@@ -97,17 +97,17 @@ def check_a_loss_that_is_not_finite_on_one_process_skips_the_step_on_all(acceler
     setup, batches = Setup("no", False, "eager", ()), TrainBatches(Tokens(torch.zeros(3000), CPU), order, plan, 0)
     train_step = build_train_step(deepcopy(CONFIG), None, batches, OptimArguments(), setup, accelerator)
     model = train_step.model
-    for poisoned in (False, True, False):
+    for bad in (False, True, False):
         ids = torch.zeros(3000, dtype=torch.int16)
-        if poisoned and accelerator.process_index == 1:
+        if bad and accelerator.process_index == 1:
             ids += 50  # only this process reads the token whose embedding is not finite
         with torch.no_grad():
             model.transformer.wte.weight[50] = math.inf
         batches.tokens = Tokens(ids, CPU)
-        before = [parameter.detach().clone() for parameter in model.parameters()]
+        start = [parameter.detach().clone() for parameter in model.parameters()]
         train_step(0, 1.0)
-        same = [torch.equal(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True)]
-        assert all(same) is poisoned
+        same = [torch.equal(a, b.detach()) for a, b in zip(start, model.parameters(), strict=True)]
+        assert all(same) is bad
         everyone = accelerator.gather(model.lm_head.weight.detach()[None])
         assert torch.equal(everyone[0], everyone[1])
 
@@ -124,9 +124,9 @@ def check_what_the_main_process_finds_all_know(accelerator: Accelerator) -> None
 
     main = accelerator.is_main_process
     assert distributed.on_main(accelerator, lambda: ["found", time.sleep(1)] if main else None) == ["found", None]
-    with pytest.raises(UserError, match=r"^It cannot be\.$") as refused:
+    with pytest.raises(UserError, match=r"^It cannot be\.$") as message:
         distributed.on_main(accelerator, fail)
-    assert refused.value.is_reported is not main
+    assert message.value.is_reported is not main
 
 
 def check_the_scaler_of_fp16_sees_what_another_process_found(accelerator: Accelerator) -> None:
@@ -134,7 +134,7 @@ def check_the_scaler_of_fp16_sees_what_another_process_found(accelerator: Accele
         model, loss = sharded(accelerator)
         optimizer = build_optimizer(model, OptimArguments(kind, learning_rate=0.1), accelerator.device)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
+        start = [whole(parameter.detach()).clone() for parameter in model.parameters()]
         windows = torch.zeros(1, 4, dtype=torch.int64)
         scaler.scale(loss(windows, windows, 4)).backward()
         if accelerator.process_index == 1:
@@ -143,7 +143,7 @@ def check_the_scaler_of_fp16_sees_what_another_process_found(accelerator: Accele
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == 2.0
-        assert all(torch.equal(a, whole(b.detach())) for a, b in zip(before, model.parameters(), strict=True))
+        assert all(torch.equal(a, whole(b.detach())) for a, b in zip(start, model.parameters(), strict=True))
 
 
 def check_processes_with_different_weights_end_the_run(accelerator: Accelerator) -> None:
@@ -199,10 +199,10 @@ def check_each_block_is_the_same_graph(accelerator: Accelerator) -> None:
     counter = torch._dynamo.testing.CompileCounter()
     sharding._compile(loss.loss, {"backend": counter, "fullgraph": True, "dynamic": False})
     for seed in range(2):
-        expected, compiled = learn(accelerator, plain, seed), learn(accelerator, loss, seed)
-        torch.testing.assert_close(compiled, expected, rtol=0, atol=1e-6)
-    for one, other in zip(plain_model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(one.grad.to_local(), other.grad.to_local(), rtol=0, atol=1e-6)
+        reference, compiled = learn(accelerator, plain, seed), learn(accelerator, loss, seed)
+        torch.testing.assert_close(compiled, reference, rtol=0, atol=1e-6)
+    for one, variant in zip(plain_model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.to_local(), variant.grad.to_local(), rtol=0, atol=1e-6)
     assert counter.frame_count == 2, counter.frame_count  # one for the blocks, one for the loss
     with generating(model), torch.no_grad():
         model.generate(torch.zeros(1, 3, dtype=torch.int64), max_new_tokens=3, do_sample=False)

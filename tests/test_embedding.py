@@ -31,14 +31,14 @@ def loss_of(deterministic: bool, **fields) -> NextTokenLoss:
 @pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": True}, MODERN], ids=["untied", "tied", "modern"])
 @pytest.mark.parametrize("positions", [None, DOCUMENTS], ids=["plain", "packed"])
 def test_loss_and_gradients_match_plain_embeddings(fields, positions):
-    plain, ours = loss_of(False, **fields), loss_of(True, **fields)
-    assert ours.state_dict().keys() == plain.state_dict().keys()
-    values = [loss(BATCH, BATCH, 64, positions) for loss in (plain, ours)]
+    plain, result = loss_of(False, **fields), loss_of(True, **fields)
+    assert result.state_dict().keys() == plain.state_dict().keys()
+    values = [loss(BATCH, BATCH, 64, positions) for loss in (plain, result)]
     assert torch.equal(*values)
     for value in values:
         value.backward()
-    for (name, one), other in zip(plain.named_parameters(), ours.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad), name
+    for (name, one), reference in zip(plain.named_parameters(), result.parameters(), strict=True):
+        assert torch.equal(one.grad, reference.grad), name
     assert plain.model.transformer.wte.weight.grad.any()
 
 
@@ -62,7 +62,7 @@ def backward_operations(deterministic: bool) -> Counter:
 def test_compiled_gradients_use_no_atomic_additions():
     names = ("index_put", "_unsafe_masked_index_put_accumulate", "_unsafe_index_put")
     atomic = [f"aten.{name}.default" for name in names]
-    plain, ours = backward_operations(False), backward_operations(True)
+    plain, result = backward_operations(False), backward_operations(True)
     assert sum(plain[name] for name in atomic) == 2  # tokens and positions: plain embeddings do use them
-    assert sum(ours[name] for name in atomic) == 0
-    assert ours["gpt2scratch.embedding_gradient.default"] == 2
+    assert sum(result[name] for name in atomic) == 0
+    assert result["gpt2scratch.embedding_gradient.default"] == 2

@@ -32,20 +32,22 @@ def gradients(loss, states: torch.Tensor, weight: torch.Tensor, targets: torch.T
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_loss_and_gradients_match_cross_entropy(shape):
-    given = problem(*shape)
-    for ours, expected in zip(gradients(linear_cross_entropy, *given), gradients(reference, *given), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+    inputs = problem(*shape)
+    for result, reference_loss in zip(
+        gradients(linear_cross_entropy, *inputs), gradients(reference, *inputs), strict=True
+    ):
+        torch.testing.assert_close(result, reference_loss, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
-        torch.testing.assert_close(linear_cross_entropy(*given), reference(*given), rtol=1e-6, atol=0)
+        torch.testing.assert_close(linear_cross_entropy(*inputs), reference(*inputs), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
 def test_mixed_precision_is_as_accurate_as_autograd(precision):
-    given = problem(*SHAPES[-1])
-    exact = gradients(reference, *given)
+    inputs = problem(*SHAPES[-1])
+    exact = gradients(reference, *inputs)
     with torch.autocast("cpu", precision):
-        ours, autograds = gradients(linear_cross_entropy, *given), gradients(reference, *given)
-    for one, other, truth in zip(ours, autograds, exact, strict=True):
+        result, autograds = gradients(linear_cross_entropy, *inputs), gradients(reference, *inputs)
+    for one, other, truth in zip(result, autograds, exact, strict=True):
         assert one.dtype == torch.float32
         assert (one - truth).norm() <= 1.2 * (other - truth).norm() + 1e-6 * truth.norm()
 
@@ -55,18 +57,18 @@ def test_gpu_sum_matches_nll_loss():
     log_probabilities[3, 4] = -torch.inf  # not the target token
     targets = torch.arange(30) + 10
     targets[::7] = IGNORED
-    expected = F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORED)
-    torch.testing.assert_close(_nats_of_one_kernel(log_probabilities, targets), expected)
+    reference_loss = F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORED)
+    torch.testing.assert_close(_nats_of_one_kernel(log_probabilities, targets), reference_loss)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_full_logits_are_not_kept_for_the_backward_pass(compiled):
     """2,500 rows of 1,100 logits: no kept tensor has as many values."""
     torch._dynamo.reset()
-    kept = []
+    sizes = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor.numel())
+        sizes.append(tensor.numel())
         return tensor
 
     states, weight, targets = problem(*SHAPES[-1])
@@ -74,7 +76,7 @@ def test_full_logits_are_not_kept_for_the_backward_pass(compiled):
     loss = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else loss
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss(states, weight, targets)
-    assert sorted(kept)[-2:] == [1100 * 8, 2500 * 8]
+    assert sorted(sizes)[-2:] == [1100 * 8, 2500 * 8]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -92,7 +94,7 @@ def test_compiled_gradients_equal_eager_gradients(backend):
     ):
         tensors = tensors or arguments[:2]
         compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
-        expected, ours = (torch.autograd.grad(one(*arguments), tensors) for one in (function, compiled))
-        for one, other in zip(ours, expected, strict=True):
+        reference_loss, result = (torch.autograd.grad(one(*arguments), tensors) for one in (function, compiled))
+        for one, other in zip(result, reference_loss, strict=True):
             assert other.any()
             torch.testing.assert_close(one, other)

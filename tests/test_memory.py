@@ -44,10 +44,10 @@ def kept_for_backward(config: GPT2ScratchConfig, attention: str, in_half: bool, 
 )
 def test_estimated_activations_match_the_bytes_kept_for_the_backward_pass(fields, attention, in_half, compiled):
     config = GPT2ScratchConfig(vocab_size=64, n_positions=64, n_embd=64, n_layer=4, n_head=2, **fields)
-    counted = [kept_for_backward(config, attention, in_half, compiled, rows) for rows in (4, 12)]
+    counts = [kept_for_backward(config, attention, in_half, compiled, rows) for rows in (4, 12)]
     memory = Memory(config, Setup("bf16" if in_half else "no", compiled, attention, ()), on_gpu=False)
-    said = [memory.parts(rows)["activations"] for rows in (4, 12)]
-    assert said[1] - said[0] == pytest.approx(counted[1] - counted[0], rel=0.1)
+    estimates = [memory.parts(rows)["activations"] for rows in (4, 12)]
+    assert estimates[1] - estimates[0] == pytest.approx(counts[1] - counts[0], rel=0.1)
 
 
 def test_tanh_gelu_keeps_as_many_bytes_as_exact_gelu():
@@ -63,9 +63,9 @@ def test_tanh_gelu_keeps_as_many_bytes_as_exact_gelu():
 def test_memory_components_of_gpt2_small_seed():
     """134,601,216 parameters in bf16, 64 sequences of 512 tokens. Sizes in megabytes."""
     parts = Memory(GPT2ScratchConfig(), HALF, on_gpu=False).parts(64)
-    expected = {"weights": 538, "gradients": 538, "optimizer": 1077, "weights in half precision": 269}
-    expected |= {"checkpoint copy": 1615, "activations": 11194, "logits": 1409}
-    assert {name: round(size / 1e6) for name, size in parts.items()} == expected
+    sizes = {"weights": 538, "gradients": 538, "optimizer": 1077, "weights in half precision": 269}
+    sizes |= {"checkpoint copy": 1615, "activations": 11194, "logits": 1409}
+    assert {name: round(size / 1e6) for name, size in parts.items()} == sizes
 
 
 def test_largest_micro_batch_fits_and_sharded_model_keeps_full_gradients():
@@ -75,9 +75,9 @@ def test_largest_micro_batch_fits_and_sharded_model_keeps_full_gradients():
     fixed = sum(memory.fixed().values())
     assert memory.total(largest) - fixed <= 0.8 * (free - fixed) < memory.total(largest + 1) - fixed
     assert memory.largest_micro_batch(0) == 1  # the minimum, which is then tried
-    alone, eighth = (Memory(GPT2ScratchConfig(), HALF, True, sharded_by=n).fixed() for n in (1, 8))
-    assert eighth["optimizer"] == alone["optimizer"] // 8
-    assert eighth["gradients"] == alone["gradients"] // 8 + alone["gradients"]
+    single, eighth = (Memory(GPT2ScratchConfig(), HALF, True, sharded_by=n).fixed() for n in (1, 8))
+    assert eighth["optimizer"] == single["optimizer"] // 8
+    assert eighth["gradients"] == single["gradients"] // 8 + single["gradients"]
 
 
 # Peaks counted by the allocator on the fake CUDA runtime (tests/fake_cuda), including gradients of an earlier micro-batch:
@@ -106,15 +106,15 @@ PEAKS_IN_MUONS_STEP = [(12, 768, 1, 64, 65, True, False, False, 1.55), (12, 768,
 
 
 @pytest.mark.parametrize(
-    ("fields", "optimizer", "counted"),
+    ("fields", "optimizer", "counts"),
     [({}, "adamw", peak) for peak in PEAKS]
     + [(MODERN, "adamw", peak) for peak in PEAKS_OF_MODERN]
     + [(MODERN, "muon", peak) for peak in PEAKS_IN_MUONS_STEP],
 )
-def test_estimated_gpu_peak_is_within_ten_percent(fields, optimizer, counted):
-    layers, width, rows, context, vocabulary, half, again, compiled, peak = counted
+def test_estimated_gpu_peak_is_within_ten_percent(fields, optimizer, counts):
+    layers, width, rows, context, vocabulary, is_half, checkpoints, compiled, peak = counts
     shape = {"n_layer": layers, "n_embd": width, "n_head": 4, "n_positions": context, "vocab_size": vocabulary}
     config = GPT2ScratchConfig(**shape, **fields, tie_word_embeddings=False)
-    setup = Setup("bf16" if half else "no", compiled, "sdpa", (), gradient_checkpointing=again)
+    setup = Setup("bf16" if is_half else "no", compiled, "sdpa", (), gradient_checkpointing=checkpoints)
     memory = Memory(config, setup, on_gpu=True, optimizer=optimizer)
     assert memory.total(rows) / 1e9 == pytest.approx(peak, rel=0.1)

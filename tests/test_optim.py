@@ -32,8 +32,8 @@ def test_linear_and_constant_schedules_and_a_minimum_above_the_peak():
     assert [schedule(step, 5, constant) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
     assert schedule(0, 1, OptimArguments(learning_rate=1.0, warmup_steps=0)) == 1.0  # a run of one step
     assert list(OptimArguments("adamw", 1e-3, min_learning_rate=1e-3).problems()) == []
-    expected = "min_learning_rate is 0.002; it must be between 0 and learning_rate, 0.001."
-    assert list(OptimArguments("adamw", 1e-3, min_learning_rate=2e-3).problems()) == [expected]
+    reference = "min_learning_rate is 0.002; it must be between 0 and learning_rate, 0.001."
+    assert list(OptimArguments("adamw", 1e-3, min_learning_rate=2e-3).problems()) == [reference]
 
 
 def test_warmup_stable_decay_is_constant_and_then_linear():
@@ -42,10 +42,10 @@ def test_warmup_stable_decay_is_constant_and_then_linear():
     assert [schedule(step, 10, stable) for step in range(10)] == [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0]
     # A longer run has the same rates up to the cooldown of the shorter one.
     assert [schedule(step, 20, stable) for step in range(10)] == [0.5] + 9 * [1]
-    before = vars(stable) | {"max_steps": 10}
-    assert jump_at(5, before, 20, stable) == jump_at(7, before, 10, stable) == jump_at(7, {}, 20, stable) == []
+    start = vars(stable) | {"max_steps": 10}
+    assert jump_at(5, start, 20, stable) == jump_at(7, start, 10, stable) == jump_at(7, {}, 20, stable) == []
     jump = "rates of step 8 changed from 50% to 100% of their peak: the checkpoint is from a cooldown"
-    assert jump_at(7, before, 20, stable) == [jump]
+    assert jump_at(7, start, 20, stable) == [jump]
 
 
 CPU = torch.device("cpu")
@@ -57,21 +57,24 @@ def test_groups_of_parameters_have_their_own_rate_and_decay():
         model = GPT2ScratchForCausalLM(GPT2ScratchConfig(**SIZE | fields))
         names = {parameter: name.removeprefix("transformer.") for name, parameter in model.named_parameters()}
         arguments = OptimArguments(optimizer, 0.02, 0.3, 0.004, weight_decay=0.05)
-        found = {
+        groups_by_name = {
             names[p]: (group["rule"], group["initial_lr"], group["weight_decay"])
             for group in build_optimizer(model, arguments, CPU).param_groups
             for p in group["params"]
         }
-        assert found.keys() == set(names.values())
-        return found
+        assert groups_by_name.keys() == set(names.values())
+        return groups_by_name
 
-    for name, found in groups("muon").items():
+    for name, groups_by_name in groups("muon").items():
         is_matrix = name.startswith("h.") and name.endswith("weight") and "ln" not in name
-        expected = ("muon", 0.02, 0.05) if is_matrix else ("adam", 0.004, 0.0)
-        assert found == (("adam", 0.3, 0.0) if name in ("wte.weight", "wpe.weight") else expected), name
+        reference = ("muon", 0.02, 0.05) if is_matrix else ("adam", 0.004, 0.0)
+        assert groups_by_name == (("adam", 0.3, 0.0) if name in ("wte.weight", "wpe.weight") else reference), name
     assert groups("muon", tie_word_embeddings=True).keys().isdisjoint({"lm_head.weight"})
     modern = groups("muon", **MODERN)
-    assert [name for name, found in modern.items() if found[0] == "adam"] == ["wte.weight", "lm_head.weight"]
+    assert [name for name, groups_by_name in modern.items() if groups_by_name[0] == "adam"] == [
+        "wte.weight",
+        "lm_head.weight",
+    ]
     adamw = groups("adamw")
     assert adamw["wte.weight"] == ("adam", 0.3, 0.05)
     assert adamw["h.0.mlp.c_fc.weight"] == ("adam", 0.02, 0.05)
@@ -97,7 +100,7 @@ def test_muon_updates_each_matrix_as_if_alone_and_the_fused_projection_as_three(
     torch.manual_seed(0)
     model = GPT2ScratchForCausalLM(GPT2ScratchConfig(**SIZE, **MODERN))
     optimizer = build_optimizer(model, OptimArguments("muon", 0.02, weight_decay=0.5), CPU)
-    before, gradients = {name: p.detach().clone() for name, p in model.named_parameters()}, {}
+    start, gradients = {name: p.detach().clone() for name, p in model.named_parameters()}, {}
     for step in range(2):
         set_rates(optimizer, step, 0.0 if step == 0 else 0.5)
         for name, parameter in model.named_parameters():
@@ -109,8 +112,8 @@ def test_muon_updates_each_matrix_as_if_alone_and_the_fused_projection_as_three(
             continue
         parts = zip(*(gradient.chunk(3 if "c_attn" in name else 1) for gradient in gradients[name]), strict=True)
         update = torch.cat([reference_update(part, momentum_at) for part in parts])
-        expected = before[name] * (1 - 0.01 * 0.5) - 0.01 * update
-        torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-6, msg=name)
+        reference = start[name] * (1 - 0.01 * 0.5) - 0.01 * update
+        torch.testing.assert_close(parameter, reference, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_orthogonalized_matrices_have_singular_values_near_one():
@@ -136,22 +139,28 @@ def test_defaults_follow_the_optimizer_unless_a_flag_or_a_named_file_sets_them(t
     mine = read("--optimizer", "muon", "--config", str(tmp_path / "mine.yaml"), "--weight_decay", "0.1")
     assert (mine.learning_rate, mine.weight_decay, mine.embedding_learning_rate) == (0.005, 0.1, 0.016)
     large = with_defaults(OptimArguments("muon"), set(), 2**21, GPT2ScratchConfig(**MODERN))
-    described = "0.04 (blocks, muon), 0.6 (embedding), 0.008 (head); the default rates are multiplied by "
-    assert describe_rates(large, 2**21) == described + "sqrt(tokens_per_step / 2^19) = 2"
+    text = "0.04 (blocks, muon), 0.6 (embedding), 0.008 (head); the default rates are multiplied by "
+    assert describe_rates(large, 2**21) == text + "sqrt(tokens_per_step / 2^19) = 2"
     assert describe_rates(OptimArguments(), 2**21) == ""
 
 
 def test_muon_trains_saves_and_resumes_bit_for_bit_and_never_from_adamw(train, tmp_path):
     muon = MODERN_RUN | {"optimizer": "muon", "tie_word_embeddings": False}
-    whole = train(tmp_path / "whole", **muon)
-    checkpoint = whole / "checkpoints" / "step_00000003"
-    saved = [name.removeprefix("transformer.") for name in load_file(checkpoint / OPTIMIZER_FILE)]
-    assert {name.split("/")[1] for name in saved if name.startswith("h.")} == {"momentum_buffer"}
-    assert {name.split("/")[1] for name in saved if not name.startswith("h.")} == {"step", "exp_avg", "exp_avg_sq"}
+    source = train(tmp_path / "whole", **muon)
+    checkpoint = source / "checkpoints" / "step_00000003"
+    names_in_file = [name.removeprefix("transformer.") for name in load_file(checkpoint / OPTIMIZER_FILE)]
+    assert {name.split("/")[1] for name in names_in_file if name.startswith("h.")} == {"momentum_buffer"}
+    assert {name.split("/")[1] for name in names_in_file if not name.startswith("h.")} == {
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+    }
     branch = train(tmp_path / "branch", resume_from_checkpoint=checkpoint, **muon)
-    assert_equal(weights(branch), weights(whole))
-    ours, theirs = (load_file(run / "checkpoints" / "step_00000006" / OPTIMIZER_FILE) for run in (branch, whole))
-    assert_equal(ours, theirs)
+    assert_equal(weights(branch), weights(source))
+    state, source_state = (
+        load_file(run / "checkpoints" / "step_00000006" / OPTIMIZER_FILE) for run in (branch, source)
+    )
+    assert_equal(state, source_state)
     sentence = "optimizer changed from muon to adamw, so its moments do not fit; start a new run"
     settings = muon | {"optimizer": "adamw", "resume_from_checkpoint": checkpoint}
     assert_user_error(sentence, train, tmp_path / "other", **settings)

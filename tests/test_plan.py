@@ -23,11 +23,11 @@ def planned(store, tmp_path, capsys, *more: str, **settings) -> str:
 
 
 def test_plan_prints_all_estimates_and_writes_nothing(store, tmp_path, capsys):
-    said = planned(store, tmp_path, capsys, hourly_price=2.0, plan_steps=2, learning_rate=2e-3)
-    lines = {line.split(":")[0]: line for line in said.splitlines() if re.match(r"\w+: ", line)}
+    output = planned(store, tmp_path, capsys, hourly_price=2.0, plan_steps=2, learning_rate=2e-3)
+    lines = {line.split(":")[0]: line for line in output.splitlines() if re.match(r"\w+: ", line)}
     assert list(lines) == ["Device", "Model", "Data", "Length", "Memory", "Time", "Cost", "Disk", "Advice"]
     assert "11,648 parameters" in lines["Model"]
-    assert "\n         (weights 0.00, gradients 0.00, optimizer 0.00" in said
+    assert "\n         (weights 0.00, gradients 0.00, optimizer 0.00" in output
     assert "measured peak, including the program itself: " in lines["Memory"]
     speed = re.search(r"at ([\d,]+) tokens/s, (\S+) s/step \(measured over \d+ step.*; the first", lines["Time"])
     assert float(speed[1].replace(",", "")) * float(speed[2]) == pytest.approx(TINY["tokens_per_step"], rel=0.01)
@@ -47,12 +47,12 @@ def test_cuda_graphs_are_refused_with_gradient_accumulation(store, tmp_path, cap
 
 
 def test_plan_for_a_gpu_reports_missing_kernels_and_does_not_guess_for_small_models(store, tmp_path, capsys):
-    said = planned(store, tmp_path, capsys, plan_device="V100")
-    assert "PyTorch's build for CUDA 13 has no kernels for the V100 16 GB (compute capability 7.0): install" in said
+    output = planned(store, tmp_path, capsys, plan_device="V100")
+    assert "PyTorch's build for CUDA 13 has no kernels for the V100 16 GB (compute capability 7.0): install" in output
     assert reported_mfu("H200") == reported_mfu("H100")  # the same chip
-    said = planned(store, tmp_path, capsys, plan_device="h200-141gb", mixed_precision="auto")
-    assert "Time:    not known: there are no published figures for a model too small" in said
-    assert "of 141.0 GB per device" in said
+    output = planned(store, tmp_path, capsys, plan_device="h200-141gb", mixed_precision="auto")
+    assert "Time:    not known: there are no published figures for a model too small" in output
+    assert "of 141.0 GB per device" in output
     sentence = r"^plan_device is 'a1000'; it must be one of a100-40gb, .*v100-16gb\.$"
     assert_user_error(sentence, planned, store, tmp_path, capsys, plan_device="a1000")
     sentence = r"^plan_device is 'A100'; it must be one of a100-40gb, a100-80gb\.$"
@@ -71,12 +71,12 @@ def test_plan_for_a_large_text_uses_a_sample_and_deletes_it(tmp_path, capsys, mo
         (tmp_path / "text" / f"{i}.txt").write_text(prose(i, 30_000), encoding="utf-8")
     text = SimpleNamespace(folder=tmp_path / "text")
     settings = {"vocab_size": 300, "sample_by": "line", "plan_steps": 2, "data_placement": "mmap"}
-    said = planned(text, tmp_path, capsys, **settings)
+    output = planned(text, tmp_path, capsys, **settings)
     line = r"Data:    .*/text, memory-mapped: about (\d+,\d+) tokens, estimated from 0 of 0 MB, like"
-    about = re.search(line, said)
+    about = re.search(line, output)
     assert int(about[1].replace(",", "")) == pytest.approx(181_612, rel=0.02)
-    assert re.search(r"\n +tokenizing everything before the first step should take about \d+:\d\d\n", said)
-    assert "s/step (measured over" in said
+    assert re.search(r"\n +tokenizing everything before the first step should take about \d+:\d\d\n", output)
+    assert "s/step (measured over" in output
     assert list((tmp_path / "temporary").iterdir()) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["temporary", "text"]
 
@@ -102,12 +102,12 @@ def test_estimate_for_an_a100_matches_its_measured_speed_and_learning_rate():
 def test_plan_for_a_rented_device_uses_its_datasheet(store, tmp_path, capsys):
     shape = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 512, "tokens_per_step": 32768}
     more = {"max_steps": 1000, "plan_device": "a100-80gb", "mixed_precision": "auto", "torch_compile": "auto"}
-    said = planned(store, tmp_path, capsys, **shape, **more)
-    assert "A100 80 GB, bf16, compiled (from its datasheet)" in said
-    assert "of 80.0 GB per device" in said
-    rows = [line.split(" | ")[0] for line in said.splitlines() if line.startswith("| ")]
+    output = planned(store, tmp_path, capsys, **shape, **more)
+    assert "A100 80 GB, bf16, compiled (from its datasheet)" in output
+    assert "of 80.0 GB per device" in output
+    rows = [line.split(" | ")[0] for line in output.splitlines() if line.startswith("| ")]
     assert rows[1:4] == ["| A100 40 GB", "| A100 80 GB", "| H100 80 GB"]
-    assert "Prices: on-demand offers of May 2026" in said
+    assert "Prices: on-demand offers of May 2026" in output
 
 
 def test_a_large_model_is_measured_by_a_small_one(store, tmp_path, capsys, monkeypatch):
@@ -117,17 +117,17 @@ def test_a_large_model_is_measured_by_a_small_one(store, tmp_path, capsys, monke
     for tokens, flops in ((4096, 4e9), (16384, 1e15)):
         monkeypatch.setattr("training.budget.throughput.PROBE_TOKENS", tokens)
         monkeypatch.setattr("training.budget.throughput.PROBE_FLOPS", flops)
-        said = " ".join(planned(store, tmp_path, capsys, **shape).split())
-        seconds[tokens] = float(re.search(r" tokens/s, (\S+) s/step", said)[1])
-        assert ("4,096 tokens with 2 layers of width 64, scaled by operations" in said) is (tokens == 4096)
-        assert ("measured peak" in said) is (tokens != 4096)
+        output = " ".join(planned(store, tmp_path, capsys, **shape).split())
+        seconds[tokens] = float(re.search(r" tokens/s, (\S+) s/step", output)[1])
+        assert ("4,096 tokens with 2 layers of width 64, scaled by operations" in output) is (tokens == 4096)
+        assert ("measured peak" in output) is (tokens != 4096)
     assert seconds[4096] == pytest.approx(seconds[16384], rel=0.5)
 
 
 def test_measured_peak_memory_matches_the_run(store, tmp_path, capsys):
     shape = {"n_layer": 4, "n_embd": 64, "n_positions": 16, "tokens_per_step": 1024}
-    said = planned(store, tmp_path, capsys, plan_steps=10, **shape)
-    memory = float(re.search(r"measured peak[^:]*: ([\d.]+) GB", said)[1])
+    output = planned(store, tmp_path, capsys, plan_steps=10, **shape)
+    memory = float(re.search(r"measured peak[^:]*: ([\d.]+) GB", output)[1])
     run = trained(store, tmp_path / "run", **TINY | shape | {"max_steps": 40, "logging_steps": 10})
     assert max(entry.get("peak_memory_gb", 0) for entry in metrics(run)) == pytest.approx(memory, rel=0.1)
 
@@ -161,11 +161,11 @@ def test_plan_prints_the_model_variant(store, tmp_path, capsys, settings, varian
 def test_store_overrides_the_vocab_size_of_a_preset(store, tmp_path, capsys, preset):
     arguments = flags(config=preset, data=store.folder, output_dir=tmp_path / "run", plan_steps=0)
     train_accelerate.main([*arguments, "--plan"])
-    said = capsys.readouterr().out
-    assert ", vocabulary 300, " in said
+    output = capsys.readouterr().out
+    assert ", vocabulary 300, " in output
     asked = yaml.safe_load(preset.read_text()).get("vocab_size")
     line = f"\n         vocab_size is 300, from the data; the value {asked or 0:,} in the YAML file has no effect.\n"
-    assert (line in said) is (asked is not None)
+    assert (line in output) is (asked is not None)
 
 
 def test_problems_of_every_kind_are_reported_together(launch, store, tmp_path):
@@ -202,10 +202,10 @@ def test_problems_are_reported_before_a_text_is_tokenized(tmp_path, capsys):
 
 
 def test_plan_gives_advice(store, tmp_path, capsys):
-    said = planned(store, tmp_path, capsys, data_placement="mmap", learning_rate=0.5, plan_steps=0, max_steps=3)
-    about = [line.split()[1] for line in said.splitlines() if line.startswith("Advice:")]
+    output = planned(store, tmp_path, capsys, data_placement="mmap", learning_rate=0.5, plan_steps=0, max_steps=3)
+    about = [line.split()[1] for line in output.splitlines() if line.startswith("Advice:")]
     assert about == ["data_placement", "torch_compile", "learning_rate", "warmup_steps", "Validation"]
-    assert "Time:    not measured, because --plan_steps is 0." in said
+    assert "Time:    not measured, because --plan_steps is 0." in output
 
 
 @pytest.mark.parametrize(

@@ -41,11 +41,11 @@ def test_rules_match_their_sources():
 
 
 @pytest.mark.parametrize(
-    ("written", "seconds"), [("90m", 5400), ("1.5h", 5400), ("2d", 172_800), ("120units", 54_000), ("1.6usd", 7200)]
+    ("text", "seconds"), [("90m", 5400), ("1.5h", 5400), ("2d", 172_800), ("120units", 54_000), ("1.6usd", 7200)]
 )
-def test_budgets_are_converted_to_time(written, seconds):
+def test_budgets_are_converted_to_time(text, seconds):
     price = price_of("", "a100-40gb", None, 1)
-    assert price.seconds(BudgetArguments(written).amount) == pytest.approx(seconds)
+    assert price.seconds(BudgetArguments(text).amount) == pytest.approx(seconds)
 
 
 def test_the_verdict_has_the_numbers_of_budget_and_need():
@@ -93,34 +93,36 @@ def test_impossible_budgets_are_refused_in_one_sentence(store, tmp_path, setting
 
 def choice(store, arguments: str, tokens: float) -> SimpleNamespace:
     """Return the choice for a text of `tokens` tokens."""
-    whole = TokenStore(store.folder)
-    whole.metadata = replace(whole.metadata, train=replace(whole.metadata.train, tokens=int(tokens)))
+    copy = TokenStore(store.folder)
+    copy.metadata = replace(copy.metadata, train=replace(copy.metadata.train, tokens=int(tokens)))
     config = read_config(["--data", str(store.folder), *arguments.split()])
-    config, sizing = resolve(config, CPU, Setup("bf16", True, "sdpa", ()), [whole, whole])
+    config, sizing = resolve(config, CPU, Setup("bf16", True, "sdpa", ()), [copy, copy])
     return SimpleNamespace(config=config, sizing=sizing, option=sizing.option)
 
 
 def test_a_budget_chooses_a_model_near_the_compute_optimal_ratio(store):
-    found = choice(store, "--budget 2e18flops", 1e10)
-    model, optim = found.option.model, found.config.optim
-    assert 8 < found.option.tokens / found.option.parameters < 14
+    choices = choice(store, "--budget 2e18flops", 1e10)
+    model, optim = choices.option.model, choices.config.optim
+    assert 8 < choices.option.tokens / choices.option.parameters < 14
     assert (model.n_embd, model.n_positions) == (64 * model.n_layer, 1024)
     assert (model.normalization, optim.optimizer) == ("rms_norm", "muon")
     assert optim.lr_scheduler_type == "warmup_stable_decay"
     assert model.attention_scale == (0.12 if model.n_embd // model.n_head == 128 else None)
-    assert found.config.batch.tokens_per_step in (2**19, 2**20)
-    assert found.sizing.rows.keys() == {"half", "this", "twice"}
-    assert found.sizing.rows["half"].parameters <= found.option.parameters <= found.sizing.rows["twice"].parameters
+    assert choices.config.batch.tokens_per_step in (2**19, 2**20)
+    assert choices.sizing.rows.keys() == {"half", "this", "twice"}
+    assert (
+        choices.sizing.rows["half"].parameters <= choices.option.parameters <= choices.sizing.rows["twice"].parameters
+    )
 
 
 def test_gpt2_needs_more_tokens_and_has_no_field_of_the_quickstarts_family(store):
-    found = choice(store, "--budget 2e18flops --family gpt2", 1e10)
-    assert 15 < found.option.tokens / found.option.parameters < 28
-    model, optim = found.config.model, found.config.optim
+    choices = choice(store, "--budget 2e18flops --family gpt2", 1e10)
+    assert 15 < choices.option.tokens / choices.option.parameters < 28
+    model, optim = choices.config.model, choices.config.optim
     assert (model.normalization, model.rope_theta, model.activation_function) == ("layer_norm", None, "gelu_new")
     assert (optim.optimizer, optim.lr_scheduler_type) == ("adamw", "warmup_stable_decay")
     assert optim.learning_rate == pytest.approx(1.8e-3 * math.sqrt(768 / model.n_embd), rel=5e-3)
-    assert optim.warmup_steps == round(0.05 * found.config.length.max_steps)
+    assert optim.warmup_steps == round(0.05 * choices.config.length.max_steps)
 
 
 def test_less_text_gives_a_larger_model_with_fewer_tokens(store):
@@ -131,28 +133,28 @@ def test_less_text_gives_a_larger_model_with_fewer_tokens(store):
 
 
 def test_given_settings_are_kept(store, tmp_path):
-    found = choice(store, "--depth 12", 1e10)
-    assert (found.option.model.n_layer, found.option.model.n_head) == (12, 6)
-    ratio = scaling.best_ratio("modern", found.option.parameters)
-    assert found.option.tokens == pytest.approx(ratio * found.option.parameters, rel=0.01)
+    choices = choice(store, "--depth 12", 1e10)
+    assert (choices.option.model.n_layer, choices.option.model.n_head) == (12, 6)
+    ratio = scaling.best_ratio("modern", choices.option.parameters)
+    assert choices.option.tokens == pytest.approx(ratio * choices.option.parameters, rel=0.01)
     config = choice(store, "--budget 1e15flops --n_layer 3 --learning_rate 0.01 --max_steps 50", 1e8).config
     assert (config.model.n_layer, config.optim.learning_rate, config.length.max_steps) == (3, 0.01, 50)
     model = choice(store, "--budget 1e15flops --depth 8 --n_embd 384 --n_head 6", 1e8).config.model
     assert (model.n_embd, model.initializer_range) == (384, round(0.577 / math.sqrt(384), 4))
-    found = choice(store, "--config presets/gpt2.yaml --budget 2e18flops", 1e10)
-    assert (found.option.family, found.config.batch.tokens_per_step) == ("gpt2", 524_288)
-    assert (found.config.model.n_embd, found.config.model.normalization) == (768, "layer_norm")
+    choices = choice(store, "--config presets/gpt2.yaml --budget 2e18flops", 1e10)
+    assert (choices.option.family, choices.config.batch.tokens_per_step) == ("gpt2", 524_288)
+    assert (choices.config.model.n_embd, choices.config.model.normalization) == (768, "layer_norm")
 
 
 def test_the_plan_for_the_a100_of_the_training_report(store):
     """12 layers, width 768, 109.5M parameters in products, 3 epochs of 2.8 billion tokens: 6 x 109.5M + 28.3M = 685M FLOPs per token;
     32% of 312 TFLOP/s are 145,665 tokens/s, so 8.4 billion tokens take 16.0 hours, or 128 units at 8 units per hour."""
     arguments = "--config presets/gpt2_small_seed.yaml --plan --plan_device a100-40gb --budget 120units"
-    whole = TokenStore(store.folder)
-    part = replace(whole.metadata.train, tokens=2_800_000_000)
-    whole.metadata = replace(whole.metadata, train=part, vocab_size=32_000)
+    copy = TokenStore(store.folder)
+    part = replace(copy.metadata.train, tokens=2_800_000_000)
+    copy.metadata = replace(copy.metadata, train=part, vocab_size=32_000)
     config = read_config(["--data", str(store.folder), *arguments.split(), "--num_train_epochs", "3"])
-    _, sizing = resolve(config, CPU, Setup("bf16", True, "sdpa", ()), [whole, whole])
+    _, sizing = resolve(config, CPU, Setup("bf16", True, "sdpa", ()), [copy, copy])
     assert sizing.verdict.startswith("120 units available, 128 needed: NOT sufficient, 7% too little")
     assert sizing.option.tokens == pytest.approx(8.4e9 * 120 / 128.3, rel=0.01)  # shortened to the budget
 
@@ -161,20 +163,20 @@ def test_a_plan_has_one_answer_in_bounded_steps(store, tmp_path, capsys, monkeyp
     monkeypatch.setattr("training.budget.throughput.PROBE_FLOPS", 1.0)
     given = {"budget": "9d", "depth": 24, "max_steps": 20, "tokens_per_step": 2**16, "torch_compile": "false"}
     train_accelerate.main([*flags(data=store.folder, output_dir=tmp_path / "run", **given), "--plan"])
-    said = capsys.readouterr().out
-    assert said.startswith("Measuring the speed")
-    [(row, estimated)] = re.findall(r"\| this .* (\S+) \| [^|]+ \|\n[^$]*\nTime:    (\S+) at .* tokens/s", said)
-    assert row == estimated != "0:00"
+    output = capsys.readouterr().out
+    assert output.startswith("Measuring the speed")
+    [(row, time_estimate)] = re.findall(r"\| this .* (\S+) \| [^|]+ \|\n[^$]*\nTime:    (\S+) at .* tokens/s", output)
+    assert row == time_estimate != "0:00"
 
 
 def test_the_plan_prints_a_choice_that_runs(store, tmp_path, capsys):
     arguments = "--budget 6e9flops --plan_steps 0 --torch_compile false --plan".split()
     train_accelerate.main([*flags(data=store.folder, output_dir=tmp_path / "run"), *arguments])
-    said = capsys.readouterr().out
-    assert "Choice:  modern family, 1 layer of width 64" in said
-    assert re.search(r"\| twice \| 1 \| 64 \|", said)
+    output = capsys.readouterr().out
+    assert "Choice:  modern family, 1 layer of width 64" in output
+    assert re.search(r"\| twice \| 1 \| 64 \|", output)
     path = tmp_path / "chosen.yaml"
-    path.write_text(said.split("--config:\n")[1], encoding="utf-8")
+    path.write_text(output.split("--config:\n")[1], encoding="utf-8")
     assert yaml.safe_load(path.read_text())["optimizer"] == "muon"
     reset_accelerate()
     train_accelerate.main(["--config", str(path), "--output_dir", str(tmp_path / "run")])
@@ -192,22 +194,26 @@ def test_a_run_with_a_budget_fixes_its_length_once(launch, store, tmp_path, laun
     result = launch(*launcher, "train_accelerate.py", *arguments)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("steps end the run on time, at the measured speed. This number is now final.") == 1
-    [paced] = [event for event in lines(run / "events.jsonl") if event["event"] == "paced"]
-    assert read_yaml(run / "config.yaml")["max_steps"] == paced["max_steps"] == lines(run / "metrics.jsonl")[-1]["step"]
-    assert paced["step"] <= 0.4 * paced["max_steps"]  # before the rates fall
-    resumed = ["--resume_from_checkpoint", str(run)]
-    assert all(read_config([*resumed, *more]).is_resolved for more in ([], ["--max_steps", "9999"]))
-    assert not read_config([*resumed, "--budget", "2h"]).is_resolved
-    before = (run / "config.yaml").read_bytes()
+    [correction] = [event for event in lines(run / "events.jsonl") if event["event"] == "paced"]
+    assert (
+        read_yaml(run / "config.yaml")["max_steps"]
+        == correction["max_steps"]
+        == lines(run / "metrics.jsonl")[-1]["step"]
+    )
+    assert correction["step"] <= 0.4 * correction["max_steps"]  # before the rates fall
+    arguments_of_resume = ["--resume_from_checkpoint", str(run)]
+    assert all(read_config([*arguments_of_resume, *more]).is_resolved for more in ([], ["--max_steps", "9999"]))
+    assert not read_config([*arguments_of_resume, "--budget", "2h"]).is_resolved
+    content = (run / "config.yaml").read_bytes()
     result = launch(*launcher, "train_accelerate.py", *arguments)
     assert f"{run} is finished" in result.stdout
-    assert (run / "config.yaml").read_bytes() == before
+    assert (run / "config.yaml").read_bytes() == content
     result = launch("train_accelerate.py", *(part.replace("40s", "50s") for part in arguments))
     assert ", budget 40s -> 50s" in result.stderr
 
 
-def pacer(estimated: int, seconds_left: float) -> Pacer:
-    run = SimpleNamespace(plan=SimpleNamespace(max_steps=estimated, tokens_per_step=1000))
+def pacer(time_estimate: int, seconds_left: float) -> Pacer:
+    run = SimpleNamespace(plan=SimpleNamespace(max_steps=time_estimate, tokens_per_step=1000))
     return Pacer(run, None, time.monotonic() + seconds_left, lambda tokens_per_second: 10.0)
 
 
@@ -220,9 +226,9 @@ def test_the_length_follows_from_the_measured_speed():
 
 
 def test_the_law_of_small_models_is_the_fit_of_the_result_file():
-    _, found = benchmark.read(benchmark.PATH)
+    _, choices = benchmark.read(benchmark.PATH)
     for family, law in scaling.MEASURED.items():
-        fit = benchmark.law(family, found)
+        fit = benchmark.law(family, choices)
         assert law == pytest.approx((fit["k"], fit["g"]), rel=1e-3)
         assert tuple(fit["budgets"][:: len(fit["budgets"]) - 1]) == scaling.MEASURED_FLOPS
         for flops, (_, _, bits) in zip(fit["budgets"], fit["optima"], strict=True):
@@ -233,9 +239,9 @@ def test_the_law_of_small_models_is_the_fit_of_the_result_file():
 
 @pytest.mark.parametrize("flops", benchmark.CHECKED)
 def test_the_choice_is_at_most_3_percent_above_its_neighbors(flops):
-    _, found = benchmark.read(benchmark.PATH)
-    runs = benchmark.neighbors(benchmark.choice_of(flops, found))
-    losses = {name: [found[benchmark.key(run)]["eval_loss"] for run in seeds] for name, seeds in runs.items()}
+    _, choices = benchmark.read(benchmark.PATH)
+    runs = benchmark.neighbors(benchmark.choice_of(flops, choices))
+    losses = {name: [choices[benchmark.key(run)]["eval_loss"] for run in seeds] for name, seeds in runs.items()}
     means = {name: statistics.mean(values) for name, values in losses.items()}
     assert len(means) == 7
     assert means["the choice"] < 1.03 * min(means.values())

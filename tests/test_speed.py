@@ -87,8 +87,8 @@ def test_a_truncated_event_hides_no_later_one_and_hours_exclude_time_between_sta
         file.write('{"time": "2026-01-01T10:0')
     record(path, "resumed", 0)
     record(path, "saved", 5, seconds=0.1)
-    found = [(event["event"], event["step"]) for event in read_events(path)]
-    assert found == [("begun", 0), ("resumed", 0), ("saved", 5)]
+    values = [(event["event"], event["step"]) for event in read_events(path)]
+    assert values == [("begun", 0), ("resumed", 0), ("saved", 5)]
     (tmp_path / "events.jsonl").write_text(EVENTS)
     events = read_events(tmp_path / "events.jsonl")
     assert hours(events, datetime(2026, 1, 3, 8, 30, tzinfo=UTC)) == 1.5
@@ -107,13 +107,13 @@ def test_report_summarizes_the_log_lines(store, tmp_path):
     folder.metrics.write_text("\n".join(lines) + "\n")
     write_samples(folder.samples, 0, [("Äther", " und Zeit")])
     begin_report(folder, GPT2ScratchConfig(), 134_601_216, store.metadata, 700.0)
-    for data, shown in (
+    for data, text in (
         *(("data/mine", "data/mine"), ("/home/me/mine", "path/to/mine")),
         (Path.cwd() / "data" / "my texts", "'data/my texts'"),
     ):
         folder.config.write_text(f"data: {data}\n")
         write_report(folder)
-        assert f" --config config.yaml --data {shown}\n" in folder.report.read_text()
+        assert f" --config config.yaml --data {text}\n" in folder.report.read_text()
     assert 'tokenizer("Äther und ", return_tensors="pt")' in folder.report.read_text()
     assert folder.report.read_text().split("## Speed\n\n")[1].split("\n\n## ")[0].splitlines() == [
         "| | median | 10th to 90th percentile |",
@@ -157,5 +157,5 @@ ENTRY = {"step": 1, "loss": 3.0, "tokens": 64, "learning_rate": 1e-3}
 
 
 def test_a_broken_matplotlib_does_not_end_a_run(launch):
-    drawn = launch("-c", PLOTS % [ENTRY], MPLBACKEND="nothing")
-    assert (drawn.stdout, drawn.stderr) == ("False\n", "")
+    lines_on_screen = launch("-c", PLOTS % [ENTRY], MPLBACKEND="nothing")
+    assert (lines_on_screen.stdout, lines_on_screen.stderr) == ("False\n", "")

@@ -57,9 +57,9 @@ class Pacer:
             return self.run.plan.max_steps
         steps, seconds = map(sum, zip(*log.paces, strict=True))
         validations = max(0.0, 1 - step / self.run.plan.max_steps)  # as a part of all
-        left = (1 - SPARE) * (self.deadline - time.monotonic())
-        left -= validations * self.validation_seconds(self.run.plan.tokens_per_step * steps / seconds)
-        return step + max(1, int(left * steps / seconds))
+        room = (1 - SPARE) * (self.deadline - time.monotonic())
+        room -= validations * self.validation_seconds(self.run.plan.tokens_per_step * steps / seconds)
+        return step + max(1, int(room * steps / seconds))
 
     def _write(self, step: int) -> None:
         write_atomic(self.run.folder.config, self.config_yaml())

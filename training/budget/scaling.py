@@ -43,10 +43,10 @@ SMALLEST_BATCH, FEW_TOKENS = 4096, 4e6  # measured here: the best batch of runs 
 
 def best_ratio(family: str, parameters: float) -> float:
     """Return the compute-optimal D / N. Below the published range, it falls to the ratio measured here."""
-    published, (small, here) = RATIOS[family], SMALL_RATIOS[family]
+    limit, (small, small_ratio) = RATIOS[family], SMALL_RATIOS[family]
     lowest = RATIO_RULES[family].lowest
     share = min(1.0, max(0.0, math.log(parameters / small) / math.log(lowest / small)))
-    return here * (published / here) ** share
+    return small_ratio * (limit / small_ratio) ** share
 
 
 def ratio_source(family: str, parameters: float) -> str:

@@ -159,13 +159,13 @@ class Sizer:
         cost, name = config.cost, device_name(accelerator.device)
         self.price = price_of(name, cost.plan_device, cost.hourly_price, accelerator.num_processes)
 
-    def choose(self, elapsed: float, tokenization: float) -> Sizing:
-        """Return the choice. `elapsed`: seconds of the budget that have passed, without those of `tokenization`."""
+    def choose(self, usage: float, tokenization: float) -> Sizing:
+        """Return the choice. `usage`: seconds of the budget that have passed, without those of `tokenization`."""
         self._check_memory()
         amount, total, deadline, verdict, speed = self.config.budget.amount, None, None, "", None
         if amount is not None and amount.unit != "flops":
             total = self.price.seconds(amount)
-            self.left = total if self.config.cost.plan else total - elapsed
+            self.left = total if self.config.cost.plan else total - usage
             deadline = time.monotonic() + self.left
             self._find_speed()
         option = self._best(1.0)
@@ -203,8 +203,8 @@ class Sizer:
     def _best(self, factor: float) -> Option | None:
         """Return the option of the lowest loss for `factor` times the budget, if possible with few epochs, or None."""
         options = self._options(factor)
-        unrepeated = [option for option in options if option.epochs <= scaling.MOST_EPOCHS]
-        return min(unrepeated or options, key=lambda option: option.deficit, default=None)
+        candidates = [option for option in options if option.epochs <= scaling.MOST_EPOCHS]
+        return min(candidates or options, key=lambda option: option.deficit, default=None)
 
     def _option(self, depth: int, factor: float) -> Option | None:
         model, amount = self._model(depth), self.config.budget.amount
@@ -377,6 +377,6 @@ def _earlier(config: TrainConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]
 
 def seconds_spent(events: list[dict[str, Any]]) -> float:
     """Return the seconds since the start of this process, and of the earlier processes with these events."""
-    created = psutil.Process().create_time()
-    earlier = [event for event in events if datetime.fromisoformat(event["time"]).timestamp() < created]
-    return time.time() - created + 3600 * hours(earlier)
+    start = psutil.Process().create_time()
+    earlier = [event for event in events if datetime.fromisoformat(event["time"]).timestamp() < start]
+    return time.time() - start + 3600 * hours(earlier)

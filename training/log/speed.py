@@ -48,16 +48,16 @@ class Speed:
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Exclude the time of the `with` block from the training time."""
-        before = time.perf_counter()
+        start = time.perf_counter()
         yield
-        self.paused += time.perf_counter() - before
+        self.paused += time.perf_counter() - start
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time of the `with` block as waiting for the device."""
-        before = time.perf_counter()
+        start = time.perf_counter()
         yield
-        self.waited += time.perf_counter() - before
+        self.waited += time.perf_counter() - start
 
     @property
     def seconds(self) -> float:
@@ -65,16 +65,16 @@ class Speed:
 
     def measured(self) -> dict[str, float]:
         """Return the measurements by name in metrics.jsonl, without communication. Data and memory are local."""
-        found = {}
+        values = {}
         if self.steps:
             seconds = self.seconds
-            found["tokens_per_second"] = round(self.tokens / seconds, 1)
-            found["seconds_per_step"] = round(seconds / self.steps, 5)
+            values["tokens_per_second"] = round(self.tokens / seconds, 1)
+            values["seconds_per_step"] = round(seconds / self.steps, 5)
             if self.at_peak is not None:
-                found["mfu"] = round(self.tokens / seconds / self.at_peak, 4)
-            found["data_share"] = round(self.batches.seconds / seconds, 4)
-        found["peak_memory_gb"] = round(peak_memory(self.device) / 1e9, 3)
-        return found
+                values["mfu"] = round(self.tokens / seconds / self.at_peak, 4)
+            values["data_share"] = round(self.batches.seconds / seconds, 4)
+        values["peak_memory_gb"] = round(peak_memory(self.device) / 1e9, 3)
+        return values
 
 
 def flops_per_token(config: GPT2ScratchConfig, causal: bool = True) -> int:

@@ -67,10 +67,10 @@ class Memory:
         passing = "loss or backward pass" if self.on_gpu else "logits"
         parts = self.fixed() | {"activations": self._activations(micro_batch), passing: self._passing(micro_batch)}
         # The optimizer's step follows when all of these are free, and needs more only with small micro-batches.
-        freed = parts["activations"] + parts[passing] + parts.get("weights in half precision", 0)
+        reusable = parts["activations"] + parts[passing] + parts.get("weights in half precision", 0)
         step = step_bytes(self.optimizer, size_of(self.model), self.setup.mixed_precision == "bf16")
-        if step > freed:
-            parts["Muon's step"] = step - freed
+        if step > reusable:
+            parts["Muon's step"] = step - reusable
         return parts | ({"Python and PyTorch": self.program} if self.program else {})
 
     def total(self, micro_batch: int) -> int:
@@ -78,9 +78,9 @@ class Memory:
 
     def largest_micro_batch(self, free: int) -> int:
         """Return the number of sequences that should fit into `free` bytes. It is at least 1, which is then tried."""
-        left = USABLE * (free - sum(self.fixed().values()))
+        room = USABLE * (free - sum(self.fixed().values()))
         sizes = range(1, LARGEST_MICRO_BATCH + 1)
-        return max(1, bisect_right(sizes, left, key=lambda size: self._activations(size) + self._passing(size)))
+        return max(1, bisect_right(sizes, room, key=lambda size: self._activations(size) + self._passing(size)))
 
     def _activations(self, micro_batch: int) -> int:
         layers, block = self.model.n_layer, self._block(micro_batch)
@@ -94,15 +94,15 @@ class Memory:
     def _block(self, micro_batch: int) -> float:
         """Return the bytes that one block keeps for its backward pass."""
         model, tokens = self.model, micro_batch * self.model.n_positions
-        kept = KEPT_IN_HALF if self.in_half else KEPT_IN_FP32
+        per_unit = KEPT_IN_HALF if self.in_half else KEPT_IN_FP32
         is_eager = self.setup.attn_implementation == "eager"  # keeps contiguous copies of queries and keys in any case
         if model.is_modern or (model.rope_parameters is not None and not is_eager):
-            kept += KEPT_BY_QUERIES[self.in_half]
+            per_unit += KEPT_BY_QUERIES[self.in_half]
         if model.is_modern and not self.setup.torch_compile:
-            kept += KEPT_BY_EAGER_QK_NORM[self.in_half]
+            per_unit += KEPT_BY_EAGER_QK_NORM[self.in_half]
         if self.on_gpu and self._squares_in_eager_mode:
-            kept += KEPT_BY_EAGER_SQUARE[self.in_half]
-        block = tokens * model.n_embd * kept
+            per_unit += KEPT_BY_EAGER_SQUARE[self.in_half]
+        block = tokens * model.n_embd * per_unit
         if is_eager:
             block += tokens * model.n_head * model.n_positions * (SCORES_IN_HALF if self.in_half else SCORES_IN_FP32)
         return block

@@ -26,9 +26,9 @@ class LengthArguments:
     max_train_tokens: int | None = setting(None, "Length of the run in tokens.", minimum=1, resume="derived")
 
     def problems(self) -> Iterator[str]:
-        given = [f"{name} {value}" for name, value in vars(self).items() if value is not None]
-        if len(given) > 1:
-            yield f"{' and '.join(given)} are given together; use only one of them for the length of a run."
+        lengths = [f"{name} {value}" for name, value in vars(self).items() if value is not None]
+        if len(lengths) > 1:
+            yield f"{' and '.join(lengths)} are given together; use only one of them for the length of a run."
 
 
 @dataclass
@@ -76,12 +76,12 @@ def steps_of(arguments: LengthArguments, batches: BatchPlan, windows: int) -> in
 
 def host_memory_problems(memory: Memory, processes: int) -> Iterator[str]:
     """Yield a problem if the model cannot fit the whole memory. The system would kill the process without a message."""
-    needed = sum(memory.fixed().values()) * processes
-    there = psutil.virtual_memory().total + psutil.swap_memory().total
-    if needed > there:
+    n_bytes = sum(memory.fixed().values()) * processes
+    capacity = psutil.virtual_memory().total + psutil.swap_memory().total
+    if n_bytes > capacity:
         yield (
-            f"A model of {memory.parameters:,} parameters needs {needed / 1e9:,.0f} GB with its gradients and moments, "
-            f"but this machine has {there / 1e9:,.0f} GB; lower n_layer or n_embd, or use a GPU or a larger machine."
+            f"A model of {memory.parameters:,} parameters needs {n_bytes / 1e9:,.0f} GB with its gradients and moments, "
+            f"but this machine has {capacity / 1e9:,.0f} GB; lower n_layer or n_embd, or use a GPU or a larger machine."
         )
 
 
@@ -90,15 +90,15 @@ def cuda_graph_problems(setup: Setup, batches: BatchPlan) -> Iterator[str]:
     mode = setup.torch_compile_mode
     if not setup.torch_compile or mode is None or not torch._inductor.list_mode_options(mode).get("triton.cudagraphs"):
         return
-    instead = "max-autotune-no-cudagraphs" if "max" in mode else "no torch_compile_mode"
+    remedy = "max-autotune-no-cudagraphs" if "max" in mode else "no torch_compile_mode"
     if batches.processes > 1:
         yield (
             f"torch_compile_mode {mode} uses CUDA graphs, which do not work with {batches.processes} processes; use "
-            f"{instead}."
+            f"{remedy}."
         )
     elif batches.accumulation > 1:
         yield (
             f"torch_compile_mode {mode} uses CUDA graphs, which overwrite the gradients accumulated over "
-            f"{batches.accumulation} micro-batches; use {instead}, or --tokens_per_step "
+            f"{batches.accumulation} micro-batches; use {remedy}, or --tokens_per_step "
             f"{batches.micro_batch * batches.context}, a single micro-batch."
         )

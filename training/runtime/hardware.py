@@ -48,8 +48,8 @@ class CostArguments:
 
     def __post_init__(self) -> None:
         """Complete a part of a device's name that only one device has: `RTX 4090` is rtx4090-24gb."""
-        if self.plan_device and len(found := rentals_named(self.plan_device)) == 1:
-            [self.plan_device] = found
+        if self.plan_device and len(matches := rentals_named(self.plan_device)) == 1:
+            [self.plan_device] = matches
 
     def problems(self) -> Iterator[str]:
         if self.plan_device is not None and self.plan_device not in RENTALS:
@@ -76,8 +76,8 @@ def device_name(device: torch.device) -> str:
 
 def peak_flops(name: str, mixed_precision: str) -> float | None:
     """Return the peak FLOP/s of a device by its name, or None if unknown. `mixed_precision` is no, bf16 or fp16."""
-    half, single, _ = _DATA["datasheets"].get(device_model(name), UNKNOWN)
-    teraflops = single if mixed_precision == "no" else half
+    tensor_cores, single, _ = _DATA["datasheets"].get(device_model(name), UNKNOWN)
+    teraflops = single if mixed_precision == "no" else tensor_cores
     return None if teraflops is None else teraflops * 1e12
 
 

@@ -76,11 +76,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_states = torch.empty_like(states)
         grad_matrix = torch.zeros(matrix.shape, device=matrix.device)  # in fp32, because it sums over chunks
         for rows in _chunks(states):
-            log_probabilities, targets_here = _log_probabilities(states[rows], matrix, V), targets[rows, None]
+            log_probabilities, labels = _log_probabilities(states[rows], matrix, V), targets[rows, None]
             # Not in place: with a result that was changed in place, torch 2.11 compiles all gradients to zero.
             total = total + _nats(log_probabilities, targets[rows])
             # Gradient of the logits, unscaled: its values are between -1 and 1, which fp16 can represent.
-            gradient = (log_probabilities.exp() - (columns == targets_here).float()) * (targets_here != IGNORED)
+            gradient = (log_probabilities.exp() - (columns == labels).float()) * (labels != IGNORED)
             gradient = gradient.to(states.dtype)
             if len(matrix) > V:
                 gradient = F.pad(gradient, (0, len(matrix) - V))

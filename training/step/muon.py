@@ -94,15 +94,15 @@ class Muon(torch.optim.Optimizer):
     def _update_together(self, members: Members) -> None:
         """Update parameters, each with its group, whose matrices become one stack (n, r, c) with r <= c."""
         found_inf = getattr(self, "found_inf", None)
-        kept = 1.0 if found_inf is None else 1.0 - found_inf  # factor of the update: 0 for a skipped step
+        scale = 1.0 if found_inf is None else 1.0 - found_inf  # factor of the update: 0 for a skipped step
         orthogonal = iter(orthogonalize(self._stack_of_updates(members, found_inf), self.precision))
         for parameter, group in members:
             rows, columns = parameter.shape[0] // group["matrices"], parameter.shape[1]
             matrices = [next(orthogonal) for _ in range(group["matrices"])]
             update = torch.cat([matrix if rows <= columns else matrix.mT for matrix in matrices])
             rate, shard = group["lr"] * max(1.0, rows / columns) ** 0.5, local(parameter)
-            shard.mul_(1.0 - group["lr"] * group["weight_decay"] * kept)
-            shard.sub_(local(shard_like(update, parameter)).to(shard.dtype) * (rate * kept))
+            shard.mul_(1.0 - group["lr"] * group["weight_decay"] * scale)
+            shard.sub_(local(shard_like(update, parameter)).to(shard.dtype) * (rate * scale))
 
     def _stack_of_updates(self, members: Members, found_inf: torch.Tensor | None) -> torch.Tensor:
         """Return Nesterov's updates of all matrices as one stack (n, r, c). Separate copies are freed."""
