@@ -3,7 +3,6 @@
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,14 @@ from common.errors import UserError
 
 LARGEST_FILE = 1 << 20  # bytes; PyYAML reads about one megabyte in ten seconds
 MOST_NAMES = 1000
+NULLS = {"", "~", "null", "Null", "NULL"}  # unless they are in quotes
 
 
 class TextLoader(yaml.BaseLoader):
     """Reads values as they are written, except null. Tags construct no objects. A name is a word that occurs once."""
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        return None if node.style is None and node.value in NULLS else node.value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
         for name, _ in node.value:
@@ -33,16 +36,15 @@ class TextLoader(yaml.BaseLoader):
 class ValueLoader(TextLoader):
     """Also reads decimal numbers, true and false, if they are not in quotes."""
 
-
-def _add(loader: type[TextLoader], tag: str, pattern: str, starts: str, convert: Callable[[str], Any]) -> None:
-    loader.add_implicit_resolver(tag, re.compile(rf"(?:{pattern})\Z", re.ASCII), [*starts, ""])
-    loader.add_constructor(tag, lambda loader, node: convert(node.value))
-
-
-_add(TextLoader, "tag:yaml.org,2002:null", "~|null|Null|NULL|", "~nN", lambda text: None)
-_add(ValueLoader, "!number", r"[-+]?\d{1,4000}", "-+0123456789", int)
-_add(ValueLoader, "!decimal", r"[-+]?\d+\.\d*([eE][-+]?\d+)?", "-+0123456789", float)
-_add(ValueLoader, "!switch", "true|false", "tf", "true".__eq__)
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        text = super().construct_scalar(node)
+        if text is None or node.style is not None:
+            return text
+        if re.fullmatch(r"[-+]?\d{1,4000}", text, re.ASCII):
+            return int(text)
+        if re.fullmatch(r"[-+]?\d+\.\d*(e[-+]?\d+)?", text, re.ASCII | re.IGNORECASE):
+            return float(text)
+        return {"true": True, "false": False}.get(text, text)
 
 
 def read_yaml(path: Path, as_text: bool = False) -> dict[str, Any]:

@@ -62,20 +62,17 @@ def yaml(tmp_path):
     return write
 
 
-def test_flags_override_the_values_of_a_file(yaml):
+def test_flags_override_the_values_of_a_file(yaml, tmp_path):
     path = yaml("n_layer: 6\nlearning_rate: 3e-4\ntorch_compile: true\nlr_scheduler_type: linear\ninput: [a, b c]\n")
-    assert parse("--config", path, "--n_layer", "2")[0] == Model(2, 3e-4, True, "linear", None, ["a", "b c"])
-
-
-def test_a_default_file_is_read_only_without_config(yaml, tmp_path):
-    default = tmp_path / "default.yaml"
-    default.write_text("n_layer: 3\nname: quickstart\n")
-    assert parse("--name=mine", default_file=lambda flags: default)[0] == Model(n_layer=3, name="mine")
-    assert parse("--config", yaml("n_layer: 6\n"), default_file=lambda flags: default)[0] == Model(n_layer=6)
+    (tmp_path / "default.yaml").write_text("n_layer: 3\nname: quickstart\n")
+    default = {"default_file": lambda flags: tmp_path / "default.yaml"}  # read only without --config
+    model = Model(2, 3e-4, True, "linear", None, ["a", "b c"])
+    assert parse("--config", path, "--n_layer", "2", **default) == (model, Length())
+    assert parse("--name=mine", **default) == (Model(n_layer=3, name="mine"), Length())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "outcome"),
     [
         ([], Model()),
         *((["--n_layer", "3"], Model(3)), (["--n_layer=3"], Model(3)), (["--n-layer", "3"], Model(3))),
@@ -83,8 +80,8 @@ def test_a_default_file_is_read_only_without_config(yaml, tmp_path):
         (["--input", "a b", "ü*.txt", "--torch_compile"], Model(torch_compile=True, input=["a b", "ü*.txt"])),
     ],
 )
-def test_all_forms_of_a_flag_are_accepted(arguments, expected):
-    assert parse(*arguments) == (expected, Length())
+def test_all_forms_of_a_flag_are_accepted(arguments, outcome):
+    assert parse(*arguments) == (outcome, Length())
 
 
 @pytest.mark.parametrize("length", [{"max_steps": 5}, {"num_train_epochs": 2.0}, {"max_train_tokens": 1000}])
@@ -104,10 +101,9 @@ def test_the_source_of_each_value_is_recorded(yaml):
 
 
 def test_leading_arguments_without_a_flag_fill_the_positional_field():
-    (model,) = FlagParser((Model,), "A command.", positional="name").parse(["runs/x", "--n_layer=2"])
-    assert model == Model(n_layer=2, name="runs/x")
-    (model,) = FlagParser((Model,), "A command.", positional="input").parse(["runs/x", "runs/y", "--n_layer", "2"])
-    assert model == Model(n_layer=2, input=["runs/x", "runs/y"])
+    parsers = (FlagParser((Model,), "A command.", positional=name) for name in ("name", "input"))
+    models = [parser.parse(["runs/x", *more, "--n_layer=2"]) for parser, more in zip(parsers, ([], ["y"]), strict=True)]
+    assert models == [(Model(n_layer=2, name="runs/x"),), (Model(n_layer=2, input=["runs/x", "y"]),)]
 
 
 @pytest.mark.parametrize(
@@ -185,9 +181,9 @@ def test_the_help_of_a_command_fits_a_terminal(capsys, monkeypatch, command):
 
 
 def test_help_names_the_command(launch):
-    done = launch("-m", "tokenizer.pretokenize", "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("usage: python -m tokenizer.pretokenize [--config FILE.yaml] [--FLAG VALUE ...]\n")
+    result = launch("-m", "tokenizer.pretokenize", "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("usage: python -m tokenizer.pretokenize [--config FILE.yaml] [--FLAG VALUE ...]\n")
 
 
 @pytest.mark.parametrize(
@@ -217,8 +213,8 @@ def test_every_suggested_flag_exists():
 
 def test_wrong_flags_keys_and_values_are_reported_together(yaml):
     def check(model: Model, length: Length) -> None:
-        rest = f"learning_rate is {model.learning_rate}.\nmax_steps is {length.max_steps}."
-        raise UserError(f"n_layer is {model.n_layer}; too many.\n{rest}")
+        sentences = f"learning_rate is {model.learning_rate}.\nmax_steps is {length.max_steps}."
+        raise UserError(f"n_layer is {model.n_layer}; too many.\n{sentences}")
 
     path = yaml("n_layers: 3\nn-heads: 1\nzzz: 1\ninput: {a: b}\nlearning_rate: high\nmax_steps: 1\n")
     arguments = ["--zzz", "1", "--torch_compile", "maybe", "--name", "a", "--name", "b", "extra"]
@@ -301,8 +297,8 @@ def test_written_settings_are_read_back_with_their_types(tmp_path):
 def test_a_missing_config_file_is_answered_with_the_closest_name(yaml, tmp_path):
     (tmp_path / "other.yaml").write_text("")
     path = yaml("")
-    missing = Path(path).with_name("runn.yaml")
-    assert refused("--config", str(missing)) == f"Config file {missing} does not exist. Did you mean {path}?"
+    typo = Path(path).with_name("runn.yaml")
+    assert refused("--config", str(typo)) == f"Config file {typo} does not exist. Did you mean {path}?"
     assert refused(f"--config={tmp_path}") == f"Config file {tmp_path} does not exist."
     assert refused("--config=/nowhere/a.yaml") == "Config file /nowhere/a.yaml does not exist."
 
@@ -346,24 +342,24 @@ def test_every_value_of_every_setting_is_accepted_or_refused_in_one_sentence(com
             module.main([f"--{name}={value}" for name, value in given.items()])
         return set(str(outcome.value).splitlines()) if outcome.type is UserError else set()
 
-    before = problems()
+    baseline = problems()
     for kind in parsers[0].kinds:
         for name, hint in get_type_hints(kind).items():
             is_number = {int, float} & {hint, *get_args(hint)}
             is_name = str in {hint, *get_args(hint)} and "free_text" not in parsers[0].limits[name]
             for value in NUMBERS if is_number else NAMES if is_name else ():
-                found = problems(**{name: value}) - before
-                where = f"{command} --{name}={value[:20]}: {found}"
-                assert len(found) <= 1, where
-                assert all(len(sentence) < 700 for sentence in found), where
-                signed = parsers[0].limits[name].get("minimum", 0) < 0  # a seed may be negative or large
-                if is_name or (value in WRONG and not (signed and value in ("-1", str(10**30)))):
-                    assert name in " ".join(found), where
+                sentences = problems(**{name: value}) - baseline
+                label = f"{command} --{name}={value[:20]}: {sentences}"
+                assert len(sentences) <= 1, label
+                assert all(len(sentence) < 700 for sentence in sentences), label
+                is_signed = parsers[0].limits[name].get("minimum", 0) < 0  # a seed may be negative or large
+                if is_name or (value in WRONG and not (is_signed and value in ("-1", str(10**30)))):
+                    assert name in " ".join(sentences), label
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    ("error", "rank", "code", "printed", "seconds"),
+    ("error", "rank", "code", "output", "seconds"),
     [
         (UserError("This is wrong.\nSo is that."), None, 1, "error: This is wrong.\nerror: So is that.\n", []),
         (KeyboardInterrupt(), None, 130, "interrupted\n", []),
@@ -371,33 +367,33 @@ def test_every_value_of_every_setting_is_accepted_or_refused_in_one_sentence(com
         (UserError("This is wrong."), "1", 1, "", [10.0]),  # otherwise the launcher might end the process that prints
     ],
 )
-def test_one_process_prints_the_error_and_all_share_its_code(capsys, monkeypatch, error, rank, code, printed, seconds):
+def test_one_process_prints_the_error_and_all_share_its_code(capsys, monkeypatch, error, rank, code, output, seconds):
     def main(arguments: list[str]) -> None:
         raise error
 
-    waited = []
-    monkeypatch.setattr(time, "sleep", waited.append)
+    pauses = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
     with pytest.raises(SystemExit) as leaving:
         run(main)
-    assert (leaving.value.code, capsys.readouterr().err, waited) == (code, printed, seconds)
+    assert (leaving.value.code, capsys.readouterr().err, pauses) == (code, output, seconds)
 
 
 def test_a_closed_full_or_unread_output_ends_a_command_without_a_traceback(store):
     command = [sys.executable, "-m", "tokenizer.inspect", str(store.folder)]
-    reader, not_read = os.pipe()
+    reader, pipe = os.pipe()
     os.close(reader)
-    with open("/dev/full", "w") as full, os.fdopen(not_read, "w") as unread:
-        for output, shell, expected in (
+    with open("/dev/full", "w") as full, os.fdopen(pipe, "w") as unread:
+        for output, shell, outcome in (
             (unread, [], (0, "")),
             (full, [], (1, "error: No space left on device.\n")),
             (None, ["sh", "-c", 'exec "$0" "$@" >&-'], (0, "")),
         ):
             pipes = {"stdout": output, "stderr": subprocess.PIPE, "text": True}
-            done = subprocess.run([*shell, *command], cwd=REPOSITORY, check=False, **pipes)
-            assert (done.returncode, done.stderr) == expected
+            result = subprocess.run([*shell, *command], cwd=REPOSITORY, check=False, **pipes)
+            assert (result.returncode, result.stderr) == outcome
 
 
 @pytest.mark.parametrize("script", ["generate.py", "train_accelerate.py"])

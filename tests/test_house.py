@@ -34,13 +34,13 @@ ACCEPT_RUN = set(
 
 def imported(path) -> set[str]:
     """Return all modules that a file imports, also inside functions and for type checkers, without relative imports."""
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            modules |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return modules
 
 
 def files_of(package: str) -> list:
@@ -65,13 +65,15 @@ def test_folders_import_only_folders_before_them(package):
     assert sorted(order) == sorted(folders)
     modules = {module_of(path): path for path in files_of(package)}
     for path in modules.values():
-        [*_, folder], above = path.relative_to(REPOSITORY).parts[:-1], imported(path) & modules.keys()
+        [*_, folder], imports = path.relative_to(REPOSITORY).parts[:-1], imported(path) & modules.keys()
         if folder == package:
             continue
-        allowed = order[: order.index(folder) + 1]
-        others = [name.split(".")[1] for name in above if name.count(".") == 2]
-        assert set(others) <= set(allowed), path
-        assert len(others) == len(above) or folder == "budget", f"{path} imports a file of the package's root"
+        predecessors = order[: order.index(folder) + 1]
+        imported_folders = [name.split(".")[1] for name in imports if name.count(".") == 2]
+        assert set(imported_folders) <= set(predecessors), path
+        assert len(imported_folders) == len(imports) or folder == "budget", (
+            f"{path} imports a file of the package's root"
+        )
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -85,17 +87,17 @@ def test_the_readme_shows_the_folders():
     """README's tree has the scripts and folders of the repository and, in the order of imports, of its packages."""
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     [tree] = re.findall(r"^```\n(train_accelerate\.py .*?)^```", readme, re.DOTALL | re.MULTILINE)
-    shown: dict[str, list[str]] = {}
+    tree_entries: dict[str, list[str]] = {}
     for inner, name in re.findall(r"^([├└]── )?(\w+(?:\.py|/)) ", tree, re.MULTILINE):
         if inner:
-            shown[[*shown][-1]].append(name.rstrip("/"))
+            tree_entries[[*tree_entries][-1]].append(name.rstrip("/"))
         else:
-            shown[name.rstrip("/")] = []
-    ignored = {name.strip("/") for name in (REPOSITORY / ".gitignore").read_text(encoding="utf-8").split()}
+            tree_entries[name.rstrip("/")] = []
+    exclusions = {name.strip("/") for name in (REPOSITORY / ".gitignore").read_text(encoding="utf-8").split()}
     entries = [path for path in REPOSITORY.iterdir() if path.is_dir() or path.suffix == ".py"]
     names = {path.name for path in entries if not path.match(".*") and path.suffix != ".egg-info"}
-    assert names - ignored - {"__pycache__"} == set(shown)
-    assert {package: shown[package] for package in ORDER} == ORDER
+    assert names - exclusions - {"__pycache__"} == set(tree_entries)
+    assert {package: tree_entries[package] for package in ORDER} == ORDER
 
 
 def test_the_training_script_imports_at_most_18_of_our_modules():

@@ -29,8 +29,8 @@ def gpt2(tmp_path_factory, store):
 
 def continued(source, data, output_dir, **settings):
     reset_accelerate()
-    given = {"init_from": source, "data": data, "output_dir": output_dir, **SETTINGS, **settings}
-    train_accelerate.main(flags(**given))
+    options = {"init_from": source, "data": data, "output_dir": output_dir, **SETTINGS, **settings}
+    train_accelerate.main(flags(**options))
     return output_dir
 
 
@@ -52,8 +52,8 @@ def test_the_loss_before_the_first_step_is_that_of_transformers(gpt2, store, tmp
     assert first["step"] == 0
     assert first["eval_loss"] == pytest.approx(loss_of(gpt2, store, context), abs=2e-6)
     config = read_yaml(run / "config.yaml")
-    expected = SHAPE | {"n_positions": context, "activation_function": "gelu_new", "embd_pdrop": 0}
-    assert config.items() >= (expected | {"tie_word_embeddings": True}).items()
+    values = SHAPE | {"n_positions": context, "activation_function": "gelu_new", "embd_pdrop": 0}
+    assert config.items() >= (values | {"tie_word_embeddings": True}).items()
     assert min(entry["eval_loss"] for entry in metrics(run) if "eval_loss" in entry) < first["eval_loss"]
 
 
@@ -69,8 +69,8 @@ def test_a_resumed_run_needs_no_pretrained_model(gpt2, store, tmp_path):
 
 def test_a_run_starts_from_another_run_with_text_and_the_settings_for_it(run, tmp_path, capsys):
     (tmp_path / "more.txt").write_text(prose(99), encoding="utf-8")
-    given = {"tokens_per_step": 64, "torch_compile": "false", "mixed_precision": "no", "max_steps": 1}
-    command = flags(init_from=run, data=tmp_path / "more.txt", output_dir=tmp_path / "second", **given)
+    options = {"tokens_per_step": 64, "torch_compile": "false", "mixed_precision": "no", "max_steps": 1}
+    command = flags(init_from=run, data=tmp_path / "more.txt", output_dir=tmp_path / "second", **options)
     train_accelerate.main([*command, "--plan", "--plan_steps", "0"])
     assert "Advice:  learning_rate" not in capsys.readouterr().out
     reset_accelerate()
@@ -91,9 +91,11 @@ def test_contradictions_are_refused(gpt2, run, store, tmp_path):
         n_positions=64,
     )
     (tmp_path / "text.txt").write_text(prose(7), encoding="utf-8")
-    other = tokenized(tmp_path / "text.txt", tmp_path / "other", {"validation_fraction": 0.2}, vocab_size=280)
+    foreign_store = tokenized(tmp_path / "text.txt", tmp_path / "other", {"validation_fraction": 0.2}, vocab_size=280)
     refuse("^vocab_size would be ignored, because text is tok", data=tmp_path / "text.txt", vocab_size=300, max_steps=1)
-    refuse("have different tokenizers; use a store that was made with the model's own tokenizer", data=other.folder)
+    refuse(
+        "have different tokenizers; use a store that was made with the model's own tokenizer", data=foreign_store.folder
+    )
     refuse("gpt2 is neither a local folder nor a Hub id .* Did you mean openai-community/gpt2", source="gpt2")
     refuse("init_from would be ignored, because resume_from_checkpoint has other weights", resume_from_checkpoint=run)
     branch = flags(resume_from_checkpoint=run, output_dir=tmp_path / "run")

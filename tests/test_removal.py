@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,49 +33,49 @@ def write(folder: Path, *names: str) -> dict[str, bytes]:
     return contents(folder)
 
 
+def refuse(folder: Path, sentence: str, function: Callable, *arguments, **settings) -> None:
+    """Assert that a call is refused with a sentence and changes nothing in the folder."""
+    original = contents(folder)
+    assert_user_error(sentence, function, *arguments, **settings)
+    assert contents(folder) == original
+
+
 @pytest.mark.parametrize(
     "names", [THEIRS, THEIRS[:1], (".git/config",), THEIRS[-2:], ("checkpoints/step_00000003/manifest.json",)]
 )
 @pytest.mark.parametrize("flag", ["--overwrite_output_dir", "--save_total_limit=1"])
 def test_a_folder_that_is_not_a_run_is_refused_and_unchanged(train, tmp_path, names, flag):
-    before = write(tmp_path / "p", *names)
-    assert_user_error("p exists and is not a run folder; use another --output_dir", train, tmp_path / "p", flag)
-    assert contents(tmp_path / "p") == before
-    assert_user_error("p is neither a run folder nor a checkpoint", train, None, resume_from_checkpoint=tmp_path / "p")
+    write(tmp_path, "file", *(f"p/{name}" for name in names))
+    refuse(tmp_path, "p exists and is not a run folder; use another --output_dir", train, tmp_path / "p", flag)
+    refuse(tmp_path, "p is neither a run folder nor a", train, None, resume_from_checkpoint=tmp_path / "p")
     sentence = "p exists and is not a backup of a run; choose another --backup_dir"
-    assert_user_error(sentence, train, tmp_path / "runs" / "p", backup_dir=tmp_path)
-    assert contents(tmp_path / "p") == before
-
-
-def test_a_file_is_refused_as_a_run_or_backup_folder(train, tmp_path):
-    (tmp_path / "file").write_text("mine")
-    assert_user_error("file exists and is not a run folder", train, tmp_path / "file")
+    refuse(tmp_path, sentence, train, tmp_path / "runs" / "p", backup_dir=tmp_path)
+    refuse(tmp_path, "file exists and is not a run folder", train, tmp_path / "file")
     sentence = r"backup_dir is .*/file, which is a file; name a folder on another drive"
-    assert_user_error(sentence, train, tmp_path / "run", backup_dir=tmp_path / "file")
-    assert (tmp_path / "file").read_text() == "mine"
+    refuse(tmp_path, sentence, train, tmp_path / "run", backup_dir=tmp_path / "file")
 
 
 def test_overwriting_a_run_keeps_the_files_that_no_run_wrote(train, tmp_path, capsys):
     run = train(tmp_path / "run", save_steps=3)
     assert is_marked(run, "run")
-    mine = ("thesis.txt", "model/notes.md", "checkpoints/step_00000003/eval.json")
-    mine += ("evaluation/mine.csv", "hub/README.md", "lm_eval/my/own/results_1.json")
-    written = write(run, *mine)
+    user_files = ("thesis.txt", "model/notes.md", "checkpoints/step_00000003/eval.json")
+    user_files += ("evaluation/mine.csv", "hub/README.md", "lm_eval/my/own/results_1.json")
+    content = write(run, *user_files)
     train(run, "--overwrite_output_dir", "--save_total_limit", "1", max_steps=3)
-    there = contents(run)
-    for name in mine:
-        kept = re.sub("^(model|checkpoints|evaluation|lm_eval)/", r"replaced.kept/\1/", name)
-        assert there[kept] == written[name]
+    files = contents(run)
+    for name in user_files:
+        remains = re.sub("^(model|checkpoints|evaluation|lm_eval)/", r"replaced.kept/\1/", name)
+        assert files[remains] == content[name]
     assert f"Files in {run} that no run wrote were moved to {run}/replaced.kept." in capsys.readouterr().out
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003"]
 
 
 def test_files_of_the_user_are_not_replaced_by_files_of_the_same_name(finished_copy, tmp_path, monkeypatch):
-    run, mine = finished_copy, tmp_path / "mine"
-    before = write(mine, "thesis.txt", "comparison.png", "evaluation/evaluation.md")
-    (mine / "link.png").symlink_to("thesis.txt")
-    (run / "evaluation").symlink_to(mine / "evaluation")
-    monkeypatch.chdir(mine)
+    run, user_files = finished_copy, tmp_path / "mine"
+    original = write(user_files, "thesis.txt", "comparison.png", "evaluation/evaluation.md")
+    (user_files / "link.png").symlink_to("thesis.txt")
+    (run / "evaluation").symlink_to(user_files / "evaluation")
+    monkeypatch.chdir(user_files)
     sentence = "exists and was not written by this command; move it elsewhere"
     for name in ("thesis.txt", "link.png", "evaluation"):
         assert_user_error(sentence, gguf_file.main, [str(run), name])
@@ -82,7 +83,7 @@ def test_files_of_the_user_are_not_replaced_by_files_of_the_same_name(finished_c
     assert_user_error(sentence, compare_runs.main, [str(run)])
     assert_user_error(sentence, evaluate.main, [str(run), "--memorization"])
     assert_user_error(sentence, sweep.main, ["--vary", "seed=1", "--output_dir", "."])
-    assert contents(mine).items() >= before.items()
+    assert contents(user_files).items() >= original.items()
     (run / "evaluation").unlink()
     for _ in range(3):  # the same command again; the last time, the folder is like that of an older version
         gguf_file.main([str(run), "mine.gguf"])
@@ -92,49 +93,48 @@ def test_files_of_the_user_are_not_replaced_by_files_of_the_same_name(finished_c
 
 
 def test_a_run_is_not_replaced_if_the_new_one_cannot_start(train, store, finished, finished_copy, tmp_path):
-    run, own = finished_copy, dict.fromkeys(vars(ModelArguments()))
+    run, defaults = finished_copy, dict.fromkeys(vars(ModelArguments()))
     write(run, "mine/a.txt")
     (tmp_path / "link").symlink_to(run / "model")
-    before = contents(run)
 
-    def refuse(sentence, source, data=store.folder, **more):
-        given = {"init_from": source, "data": data, **own, **more}
-        assert_user_error(sentence, train, run, "--overwrite_output_dir", **given)
-        assert contents(run) == before
+    def refuse_run(sentence, source, data=store.folder, **options):
+        settings = {"init_from": source, "data": data, **defaults, **options}
+        refuse(run, sentence, train, run, "--overwrite_output_dir", **settings)
 
     for source in (run, run / "model", run / "checkpoints" / "step_00000003", tmp_path / "link"):
-        refuse("^init_from .* is in .*run, which --overwrite_output_dir replaces; use another --output_dir", source)
-    more = {"tokenizer": run / "model", "resume_from_checkpoint": run}
-    refuse("data .* is in .*\ntokenizer .* is in .*\nresume_from_checkpoint .* is in", None, run / "mine", **more)
+        refuse_run("^init_from .* is in .*run, which --overwrite_output_dir replaces; use another --output_dir", source)
+    options = {"tokenizer": run / "model", "resume_from_checkpoint": run}
+    refuse_run(
+        "data .* is in .*\ntokenizer .* is in .*\nresume_from_checkpoint .* is in", None, run / "mine", **options
+    )
     for damage in (Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1000]), spoil):
         broken = shutil.copytree(finished / "model", tmp_path / "broken", dirs_exist_ok=True)
         damage(broken / "model.safetensors")
-        refuse(
-            "cannot be loaded" if damage != spoil else r"broken has weights that are not finite \(transformer", broken
-        )
+        sentence = "cannot be loaded" if damage != spoil else r"broken has weights that are not finite \(transformer"
+        refuse_run(sentence, broken)
     flip(shutil.copytree(store.folder, tmp_path / "changed") / "train.bin")
-    refuse("train.bin", finished / "model", tmp_path / "changed")
+    refuse_run("train.bin", finished / "model", tmp_path / "changed")
 
 
 def spoil(path: Path) -> None:
-    spoiled = {name: tensor / 0 for name, tensor in load_file(path).items()}
-    save_file(spoiled, path, metadata={"format": "pt"})
+    tensors = {name: tensor / 0 for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def test_a_replaced_run_is_kept_until_the_first_checkpoint(train, store, finished_copy, spawn):
-    run, replaces, before = finished_copy, "--overwrite_output_dir", contents(finished_copy)
+    run, replaces, original = finished_copy, "--overwrite_output_dir", contents(finished_copy)
     endless = TINY | {"data": store.folder, "output_dir": run, "max_steps": 10**6, "save_steps": 10**6, "seed": 7}
     for _ in range(2):  # the same command again
         process = spawn("train_accelerate.py", *flags(**endless), replaces)
         wait_until(lambda: not (run / "model").exists() and (run / "metrics.jsonl").exists())
         process.kill()
         process.wait()
-        assert contents(run / "replaced").items() > {(name, before[name]) for name in before if name != MARK}
-    where = f"there is no checkpoint yet, and the run before it is in {run}/replaced"
-    assert_user_error(f"run holds no model yet: {where}", find_model, str(run))
-    assert_user_error(where, train, None, resume_from_checkpoint=run)
+        assert contents(run / "replaced").items() > {(name, original[name]) for name in original if name != MARK}
+    hint = f"there is no checkpoint yet, and the run before it is in {run}/replaced"
+    assert_user_error(f"run holds no model yet: {hint}", find_model, str(run))
+    assert_user_error(hint, train, None, resume_from_checkpoint=run)
     assert_user_error("contains another run .*seed", train, run, seed=7)  # without the flag, the run is put back
-    assert contents(run) == before
+    assert contents(run) == original
     mark(run / "replaced", "replaced")
     (run / "checkpoints").rename(run / "replaced" / "checkpoints")  # as if killed after the first of several renames
     train(run)
@@ -153,29 +153,29 @@ def test_pruning_keeps_the_files_that_no_run_wrote(train, tmp_path):
     assert [path.name for path in (run / "model.kept").iterdir()] == ["notes.md"]
 
 
-@pytest.mark.parametrize("left", ["checkpoints", "status"])
-def test_an_old_run_without_a_mark_is_recognized_and_marked_on_resume(train, tmp_path, left):
+@pytest.mark.parametrize("remainder", ["checkpoints", "status"])
+def test_an_old_run_without_a_mark_is_recognized_and_marked_on_resume(train, tmp_path, remainder):
     run = train(tmp_path / "run", max_steps=3)
     (run / MARK).unlink()
-    if left == "checkpoints":
+    if remainder == "checkpoints":
         (run / "status.json").unlink()
         (run / "events.jsonl").unlink()
     else:  # killed before its first checkpoint
         shutil.rmtree(run / "checkpoints")
         shutil.rmtree(run / "model")
-    train(None, "--resume_from_checkpoint", str(run), max_steps=6) if left == "checkpoints" else train(run, max_steps=3)
+    train(None, "--resume_from_checkpoint", str(run), max_steps=6) if remainder == "checkpoints" else train(
+        run, max_steps=3
+    )
     assert is_marked(run, "run")
 
 
 def test_a_model_without_its_checkpoints_is_not_replaced(train, tmp_path):
     run = train(tmp_path / "run", max_steps=3)
-    other = shutil.copytree(run, tmp_path / "other")
+    twin = shutil.copytree(run, tmp_path / "other")
     shutil.rmtree(run / "checkpoints")
-    before = contents(run)
-    for more in ((), ("--seed", "3"), ("--resume_from_checkpoint", str(other), "--eval_strategy", "no")):
+    for options in ((), ("--seed", "3"), ("--resume_from_checkpoint", str(twin), "--eval_strategy", "no")):
         sentence = "run contains a model, but no checkpoint that this command can resume"
-        assert_user_error(sentence, train, run, *more, max_steps=3)
-        assert contents(run) == before
+        refuse(run, sentence, train, run, *options, max_steps=3)
     train(run, "--overwrite_output_dir", max_steps=3)
     (run / "config.yaml").unlink()
     assert_user_error(r"run has no config.yaml; restore it from a backup", train, run, max_steps=3)
@@ -194,10 +194,9 @@ def test_a_folder_with_another_name_is_not_a_checkpoint(train, tmp_path):
 
 def test_a_space_folder_keeps_other_files(tmp_path):
     pytest.importorskip("gradio")
-    before = write(tmp_path / "demo", "app.py")
+    write(tmp_path / "demo", "app.py")
     sentence = "demo exists and was not written by this command"
-    assert_user_error(sentence, assemble_space, ["me/tiny"], tmp_path / "demo", "Demo")
-    assert contents(tmp_path / "demo") == before
+    refuse(tmp_path, sentence, assemble_space, ["me/tiny"], tmp_path / "demo", "Demo")
     space = assemble_space(["me/tiny"], tmp_path / "space", "Demo")
     (space / "mine.txt").write_text("mine")
     assert assemble_space(["me/tiny"], space, "Demo") == space
@@ -206,26 +205,25 @@ def test_a_space_folder_keeps_other_files(tmp_path):
 
 def test_an_unfinished_folder_keeps_other_files(tmp_path):
     write(tmp_path / ".x.unpacking", "train.bin", "mine.txt")
-    with unfinished_path(tmp_path / "x", ".unpacking", ("train.bin",)) as unfinished:
-        write(unfinished, "train.bin")
+    with unfinished_path(tmp_path / "x", ".unpacking", ("train.bin",)) as draft:
+        write(draft, "train.bin")
     assert sorted(contents(tmp_path)) == [".x.unpacking.kept/mine.txt", "x/train.bin"]
 
 
 @pytest.mark.parametrize("names", [("parts/mine.txt", "store/thesis/a.txt"), ("plan.json",)])
 def test_pretokenizing_replaces_no_other_files(tmp_path, names):
     write(tmp_path / "text", "a.txt", "b.txt")
-    before = write(tmp_path / ".store.unfinished", *names)
+    write(tmp_path / ".store.unfinished", *names)
     recipe = Recipe([str(tmp_path / "text")], CorpusArguments(validation_fraction=0.5))
     sentence = r"\.store\.unfinished(/plan\.json is damaged| exists and was not written by)"
-    assert_user_error(sentence, pretokenize, recipe, tmp_path / "store")
-    assert contents(tmp_path / ".store.unfinished") == before
+    refuse(tmp_path / ".store.unfinished", sentence, pretokenize, recipe, tmp_path / "store")
     shutil.rmtree(tmp_path / ".store.unfinished")
     (tmp_path / "disk").mkdir()
     (tmp_path / "store").symlink_to(tmp_path / "disk")
     assert pretokenize(recipe, tmp_path / "store").folder == tmp_path / "disk"
-    write(tmp_path / ".disk.unfinished", *names)
+    original = write(tmp_path / ".disk.unfinished", *names)
     pretokenize(recipe, tmp_path / "store")
-    assert contents(tmp_path / ".disk.unfinished") == before
+    assert contents(tmp_path / ".disk.unfinished") == original
     (tmp_path / "store" / "inputs.json").write_text("{")
     assert_user_error(r"inputs\.json is missing or damaged \(Expecting", pretokenize, recipe, tmp_path / "store")
 
@@ -236,9 +234,9 @@ def test_discard_deletes_only_known_files_and_follows_no_link(tmp_path):
     for _ in range(2):
         write(tmp_path / "x", "a.bin", "sub/a.bin", ".DS_Store", "sub/.tmpBLcpas")
         (tmp_path / "x" / "link").symlink_to(tmp_path / "elsewhere")
-        kept = discard(tmp_path / "x", ("a.bin", "sub/*"))
-    assert kept == tmp_path / "x.kept.1"
-    assert [path.name for path in kept.iterdir()] == ["link"]
+        remains = discard(tmp_path / "x", ("a.bin", "sub/*"))
+    assert remains == tmp_path / "x.kept.1"
+    assert [path.name for path in remains.iterdir()] == ["link"]
     assert (tmp_path / "elsewhere" / "a.bin").exists()
     (tmp_path / "linked").symlink_to(tmp_path / "elsewhere")
     assert discard(tmp_path / "linked", ("*",)) is None

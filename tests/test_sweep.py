@@ -33,10 +33,10 @@ def test_a_killed_sweep_continues_and_repeats_no_finished_run(store, tmp_path, l
     assert re.search(rows, capsys.readouterr().out, re.DOTALL)
     process.kill()
     process.wait()
-    before = (first / "status.json").read_bytes()
+    status = (first / "status.json").read_bytes()
     result = launch("-m", "training.sweep", *arguments)
     assert (result.returncode, (tmp_path / "sweep" / "comparison.png").is_file()) == (0, True), result.stderr
-    assert (first / "status.json").read_bytes() == before
+    assert (first / "status.json").read_bytes() == status
     assert [event["event"] for event in lines(second / "events.jsonl")].count("resumed") == 1
     assert result.stdout.count("| finished |") == 2
 
@@ -62,27 +62,27 @@ def test_a_failed_run_does_not_end_the_sweep(store, run, tmp_path, launch):
 
 def test_all_problems_are_reported_before_the_first_run(store, tmp_path):
     arguments = command(store, tmp_path / "sweep", n_head=3, n_embd=16)
-    for added, sentence in {
+    for item, sentence in {
         "learning_rat=1": "Unknown flag --learning_rat. Did you mean --learning_rate?",
         "weight_decay=0,x": "--weight_decay: invalid float value: 'x'",
         "adam_beta2=0.9,": "--adam_beta2: invalid float value: ''",
         "warmup_steps=1,3": "--warmup_steps is given twice",
         "output_dir=a,b": "--output_dir is given twice",
     }.items():
-        problems = error_of(sweep.main, [*arguments, added])
+        problems = error_of(sweep.main, [*arguments, item])
         assert sentence in problems
         assert "n_embd 16 is not divisible by n_head 3." in problems
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_table_has_differing_settings_and_skips_entries_that_are_not_runs(run, train, tmp_path, capsys):
-    other = train(tmp_path / "other", max_steps=3, max_eval_samples=2, hourly_price=3600, tokens_per_step=128)
-    (other / "config.yaml").write_text((other / "config.yaml").read_text() + "setting_of_another_version: 1\n")
+    twin = train(tmp_path / "other", max_steps=3, max_eval_samples=2, hourly_price=3600, tokens_per_step=128)
+    (twin / "config.yaml").write_text((twin / "config.yaml").read_text() + "setting_of_another_version: 1\n")
     notes = tmp_path / "notes.txt"
     notes.touch()
-    compare_runs.main([str(run), str(notes), str(other), "--output", str(tmp_path / "x.png")])
-    shown = capsys.readouterr()
-    assert "| cost | state | tokens_per_step | max_eval_samples |" in shown.out
-    assert f"Skipped: {notes} is neither" in shown.err
+    compare_runs.main([str(run), str(notes), str(twin), "--output", str(tmp_path / "x.png")])
+    output = capsys.readouterr()
+    assert "| cost | state | tokens_per_step | max_eval_samples |" in output.out
+    assert f"Skipped: {notes} is neither" in output.err
     assert_user_error("(?s)notes.txt is .*none is neither", compare_runs.main, [str(notes), "none"])
     assert_user_error("none is neither", compare_runs.main, [str(run), "none"])

@@ -34,20 +34,20 @@ def test_a_run_writes_the_documented_files(train, tmp_path, capsys):
         *("modeling_gpt2scratch.py", "configuration_gpt2scratch.py"),
     }
     assert_equal(weights(run), load_file(run / "checkpoints" / "step_00000006" / "model.safetensors"))
-    logged = [entry for entry in metrics(run) if "loss" in entry]
-    assert [entry["step"] for entry in logged] == [1, 2, 3, 4, 5, 6]
-    assert [entry["tokens"] for entry in logged] == [64, 128, 192, 256, 320, 384]
-    assert [entry["learning_rate"] for entry in logged][:3] == [0.005, 0.01, 0.01]
-    assert logged[-1]["learning_rate"] == 0.0
-    assert {"epoch", "grad_norm", "tokens_per_second", "seconds_per_step", "peak_memory_gb"} <= logged[-1].keys()
-    assert "mfu" not in logged[-1]  # a CPU has no MFU
-    assert ["seconds_to_first_step" in entry for entry in logged] == [True] + [False] * 5
-    assert 0 < logged[-1]["data_share"] < 1
-    scored = [entry for entry in metrics(run) if "eval_loss" in entry]
-    assert [entry["step"] for entry in scored] == [3, 6]
-    assert scored[1]["eval_loss"] < scored[0]["eval_loss"]
+    entries = [entry for entry in metrics(run) if "loss" in entry]
+    assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5, 6]
+    assert [entry["tokens"] for entry in entries] == [64, 128, 192, 256, 320, 384]
+    assert [entry["learning_rate"] for entry in entries][:3] == [0.005, 0.01, 0.01]
+    assert entries[-1]["learning_rate"] == 0.0
+    assert {"epoch", "grad_norm", "tokens_per_second", "seconds_per_step", "peak_memory_gb"} <= entries[-1].keys()
+    assert "mfu" not in entries[-1]  # a CPU has no MFU
+    assert ["seconds_to_first_step" in entry for entry in entries] == [True] + [False] * 5
+    assert 0 < entries[-1]["data_share"] < 1
+    validations = [entry for entry in metrics(run) if "eval_loss" in entry]
+    assert [entry["step"] for entry in validations] == [3, 6]
+    assert validations[1]["eval_loss"] < validations[0]["eval_loss"]
     assert (run / "samples.md").read_text().count("## step") == 3
-    start, said = (text.splitlines() for text in re.split(r"(?=First step after)", capsys.readouterr().out))
+    start, output = (text.splitlines() for text in re.split(r"(?=First step after)", capsys.readouterr().out))
     assert start[:2] == [
         "Device:  CPU (1 thread), fp32, not compiled, 1 process",
         "Model:   0.012M parameters, 2 layers, width 16, context 16, vocabulary 300",
@@ -56,16 +56,16 @@ def test_a_run_writes_the_documented_files(train, tmp_path, capsys):
     assert re.fullmatch(r"Length:  6 steps of 64 tokens, 0.0\d epochs; ETA with the first log line", start[3])
     assert {line.split(":")[0] for line in start[4:]} == {"Advice"}
     following = ["generate.py", "training.evaluate", "publishing.demo", "examples.finetune_chat", "push_to_hub.py"]
-    assert [re.match(r"  python (?:-m )?(\S+)", line)[1] for line in said[-5:]] == following
+    assert [re.match(r"  python (?:-m )?(\S+)", line)[1] for line in output[-5:]] == following
 
 
 def test_report_shows_speed_and_settings(train, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("training.log.speed.peak_flops", lambda name, precision: 1e12)
     run = train(tmp_path / "run", n_layer=1, n_head=1, backup_dir=tmp_path / "backup")
-    logged = [entry for entry in metrics(run) if "mfu" in entry]
-    assert [entry["step"] for entry in logged] == [2, 3, 4, 5, 6]  # the first step is not measured
+    entries = [entry for entry in metrics(run) if "mfu" in entry]
+    assert [entry["step"] for entry in entries] == [2, 3, 4, 5, 6]  # the first step is not measured
     # 6 * (12 * 16^2 + 300 * 16) + 6 * 16 * 16 operations per token
-    assert logged[-1]["mfu"] == pytest.approx(logged[-1]["tokens_per_second"] * 48768 / 1e12, abs=1e-4)
+    assert entries[-1]["mfu"] == pytest.approx(entries[-1]["tokens_per_second"] * 48768 / 1e12, abs=1e-4)
     assert re.search(
         r"step 6/6  loss +[\d.]+  norm +[\d.]+  lr 0.00e\+00 +[\d,]+ tok/s  [\d.]+ s/step  MFU +\d+%  data +[\d.]+%  "
         r"peak [\d.]+ GB  ETA 0:00\n",
@@ -90,8 +90,8 @@ def test_report_compares_the_estimate_and_lists_events(train, tmp_path):
     assert table[2] == "| steps | 8 | 8 |"
     rows = {row.split(" | ")[0]: [cell.strip(" |") for cell in row.split(" | ")[1:]] for row in table[3:]}
     assert list(rows) == ["| tokens per second", "| time", "| peak memory", "| dollars"]
-    estimated, actual = (float(cell.split()[0]) for cell in rows["| peak memory"])
-    assert actual == pytest.approx(estimated, rel=0.3)  # in the process that runs all other tests
+    estimate, actual = (float(cell.split()[0]) for cell in rows["| peak memory"])
+    assert actual == pytest.approx(estimate, rel=0.3)  # in the process that runs all other tests
     assert 0 < float(rows["| dollars"][0]) < float(rows["| dollars"][1])
     assert "are estimated from the first log lines of the run" in report
     assert "## Events\n\n- step 4: It is flat.\n- step 4: resumed from step_00000004\n" in report
@@ -103,36 +103,36 @@ def test_report_shows_the_samples_of_every_prompt_over_time(train, tmp_path, cap
     assert list(samples) == [0, 3, 6]
     section = (run / "report.md").read_text().split("## Samples\n\n")[1].split("## Data")[0]
     first, second = section.removeprefix("### Prompt 1\n\n").split("### Prompt 2\n\n")
-    for nth, shown in enumerate((first, second)):
+    for nth, content in enumerate((first, second)):
         moments = [f"After {step} steps:\n\n{fenced(samples[step][nth])}\n\n" for step in (0, 3, 6)]
-        assert shown == "".join(moments)
-    said = capsys.readouterr().out
-    assert "--- step 0" not in said
-    assert f"--- step 6:\n{samples[6][1]}\n" in said
+        assert content == "".join(moments)
+    output = capsys.readouterr().out
+    assert "--- step 0" not in output
+    assert f"--- step 6:\n{samples[6][1]}\n" in output
 
 
 def test_last_validation_also_scores_the_sample_of_earlier_ones(train, store, tmp_path, capsys):
     run = train(tmp_path / "run", max_eval_samples=2)
-    first, last = (entry for entry in metrics(run) if "eval_loss" in entry)
+    first, end = (entry for entry in metrics(run) if "eval_loss" in entry)
     assert first["eval_tokens"] == 16 + 11  # the last window is short
-    assert last["eval_tokens"] == store.metadata.val.tokens - 1
+    assert end["eval_tokens"] == store.metadata.val.tokens - 1
     assert "eval_sampled_loss" not in first
     windows = eval_windows(store, 16, 2, mask_documents=False)
     model = GPT2ScratchForCausalLM.from_pretrained(run / "model").eval()
     with torch.no_grad():
         logits = model(windows["inputs"]).logits
-    sampled = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows["targets"].flatten()).item()
-    assert last["eval_sampled_loss"] == pytest.approx(sampled, abs=1e-5)
-    assert comparable_loss(last) == last["eval_sampled_loss"] != last["eval_loss"]
+    sample_loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows["targets"].flatten()).item()
+    assert end["eval_sampled_loss"] == pytest.approx(sample_loss, abs=1e-5)
+    assert comparable_loss(end) == end["eval_sampled_loss"] != end["eval_loss"]
     assert comparable_loss(first) == first["eval_loss"]
-    said, report = capsys.readouterr().out, (run / "report.md").read_text()
+    output, report = capsys.readouterr().out, (run / "report.md").read_text()
     assert re.search(
-        rf"step 6: validation loss {last['eval_loss']:.4f}, perplexity [\d.]+, [\d.]+ bits per byte on all held-out "
+        rf"step 6: validation loss {end['eval_loss']:.4f}, perplexity [\d.]+, [\d.]+ bits per byte on all held-out "
         r"text \(best on the sample\)\n",
-        said,
+        output,
     )
-    assert f"on the sample: the lowest is {sampled:.4f}, at step 6." in " ".join(report.split())
-    for entry, loss in ((first, first["eval_loss"]), (last, sampled)):
+    assert f"on the sample: the lowest is {sample_loss:.4f}, at step 6." in " ".join(report.split())
+    for entry, loss in ((first, first["eval_loss"]), (end, sample_loss)):
         row = rf"\| {entry['step']} \| [\d.]+ \| [\d.]+ \| {entry['eval_loss']:.4f} \| {loss:.4f} \| "
         assert re.search(row, report)
 
@@ -150,10 +150,10 @@ WITHIN_A_LOG_LINE = {"logging_steps": 4, "save_steps": 3, "max_steps": 8, "mask_
 )
 def test_resuming_is_exact(train, tmp_path, settings):
     straight = train(tmp_path / "straight", eval_strategy="no", **settings)
-    stopped = shutil.copytree(straight, tmp_path / "stopped")
-    shutil.rmtree(max((stopped / "checkpoints").iterdir()))  # as if killed before the last checkpoint was written
-    train(stopped, "--resume_from_checkpoint", str(stopped), eval_strategy="no", **settings)
-    assert_same_run(straight, stopped)
+    copy = shutil.copytree(straight, tmp_path / "stopped")
+    shutil.rmtree(max((copy / "checkpoints").iterdir()))  # as if killed before the last checkpoint was written
+    train(copy, "--resume_from_checkpoint", str(copy), eval_strategy="no", **settings)
+    assert_same_run(straight, copy)
 
 
 def test_repeated_command_resumes_or_reports_the_finished_run_and_another_one_is_refused(train, tmp_path, capsys):
@@ -167,9 +167,9 @@ def test_repeated_command_resumes_or_reports_the_finished_run_and_another_one_is
     shutil.copy(older, run / "model" / "model.safetensors")  # as if killed between the last save and its copy
     train(run, save_steps=2)
     assert_equal(finished, weights(run))
-    said = capsys.readouterr().out
-    assert "is finished (6 steps)" in said
-    assert "--overwrite_output_dir" in said
+    output = capsys.readouterr().out
+    assert "is finished (6 steps)" in output
+    assert "--overwrite_output_dir" in output
     assert_user_error(r"another run \(learning_rate 0\.01 -> 0\.02\)", train, run, save_steps=2, learning_rate=0.02)
     train(run, "--overwrite_output_dir", max_steps=1, learning_rate=0.02)
     assert yaml.safe_load((run / "config.yaml").read_text())["learning_rate"] == 0.02
@@ -177,42 +177,40 @@ def test_repeated_command_resumes_or_reports_the_finished_run_and_another_one_is
 
 def test_a_damaged_checkpoint_is_reported_and_skipped(finished_copy, train, tmp_path, capsys):
     run = finished_copy
-    damaged = run / "checkpoints" / "step_00000006" / "model.safetensors"
-    flip(damaged)
+    weights_file = run / "checkpoints" / "step_00000006" / "model.safetensors"
+    flip(weights_file)
     train(run)
-    said = capsys.readouterr().out
-    assert "model.safetensors was changed or damaged" in said
-    assert "resuming from step_00000003" in said
+    output = capsys.readouterr().out
+    assert "model.safetensors was changed or damaged" in output
+    assert "resuming from step_00000003" in output
     names = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert names == ["damaged_step_00000006", "step_00000003", "step_00000006"]
-    assert damage(damaged.parent) is None
-    flip(damaged)
+    assert damage(weights_file.parent) is None
+    flip(weights_file)
     (run / "checkpoints" / "step_00000003" / "config.json").unlink()
     assert_user_error(r"All checkpoints in .* are damaged", train, run)
-    assert_user_error("is damaged", train, tmp_path / "other", "--resume_from_checkpoint", str(damaged.parent))
+    assert_user_error("is damaged", train, tmp_path / "other", "--resume_from_checkpoint", str(weights_file.parent))
 
 
 def test_save_total_limit_keeps_the_newest_and_the_best(train, tmp_path):
     run = train(tmp_path / "run", save_steps=1, eval_steps=1, save_total_limit=1, learning_rate=5.0, max_steps=8)
     best = min((e for e in metrics(run) if "eval_loss" in e and e["step"] < 8), key=lambda e: e["eval_loss"])["step"]
-    kept = {path.name for path in (run / "checkpoints").iterdir()}
-    assert kept == {"step_00000008", f"step_{best:08}"}
+    names = {path.name for path in (run / "checkpoints").iterdir()}
+    assert names == {"step_00000008", f"step_{best:08}"}
 
 
 def test_a_moved_run_resumes_and_a_missing_checkpoint_lists_the_others(train, tmp_path):
     run = train(tmp_path / "run", max_steps=3).rename(tmp_path / "moved")
-    missing = run / "checkpoints" / "step_00000005"
-    assert_user_error(
-        f"{missing.name} does not exist; .* has step_00000003", train, None, resume_from_checkpoint=missing
-    )
+    path = run / "checkpoints" / "step_00000005"
+    assert_user_error(f"{path.name} does not exist; .* has step_00000003", train, None, resume_from_checkpoint=path)
     train(None, "--resume_from_checkpoint", str(run), max_steps=4)
     assert metrics(run)[-1]["step"] == 4
     assert not (tmp_path / "run").exists()
 
 
 def test_saved_config_reproduces_the_run(finished, train, tmp_path):
-    again = train(tmp_path / "again", "--config", str(finished / "config.yaml"))
-    assert_equal(weights(finished), weights(again))
+    repeat = train(tmp_path / "again", "--config", str(finished / "config.yaml"))
+    assert_equal(weights(finished), weights(repeat))
 
 
 def test_raw_text_trains_without_the_prompts_of_the_quickstart(train, tmp_path, monkeypatch):
@@ -245,7 +243,7 @@ def test_character_vocabulary_overrides_the_size_in_a_yaml_file(train, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("settings", "sentence"),
     [
         ({"attn_implementation": "nonsense"}, "attn_implementation is 'nonsense'; it must be one of auto, eager, "),
         ({"attn_implementation": "flash_attention_2"}, "needs an NVIDIA GPU"),
@@ -258,8 +256,8 @@ def test_character_vocabulary_overrides_the_size_in_a_yaml_file(train, tmp_path,
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="one of these settings is valid on a GPU")
-def test_invalid_settings_are_refused(train, tmp_path, settings, expected):
-    assert_user_error(expected, train, tmp_path / "run", **settings)
+def test_invalid_settings_are_refused(train, tmp_path, settings, sentence):
+    assert_user_error(sentence, train, tmp_path / "run", **settings)
 
 
 def test_a_diverged_loss_ends_the_run_and_keeps_its_checkpoints(train, tmp_path, monkeypatch):
@@ -286,13 +284,15 @@ def test_a_resumed_run_continues_in_tensorboard_without_duplicate_steps(train, t
     assert (run / "tracker_id").read_text() == run_id
     files = list(run.rglob("events.out.tfevents*"))
     assert {file.parent for file in files} == {run / "tensorboard"}
-    shown = EventAccumulator(str(run / "tensorboard")).Reload()
-    scalars = set(shown.Tags()["scalars"])
+    content = EventAccumulator(str(run / "tensorboard")).Reload()
+    scalars = set(content.Tags()["scalars"])
     assert {"train/grad_norm", "train/tokens_per_second", "eval/loss", "eval/bits_per_byte"} <= scalars
     for tag, name in (("train/learning_rate", "learning_rate"), ("train/loss", "loss"), ("eval/loss", "eval_loss")):
-        kept = [(entry["step"], entry[name]) for entry in metrics(run) if name in entry]
-        assert [(event.step, event.value) for event in shown.Scalars(tag)] == [(s, pytest.approx(v)) for s, v in kept]
-    [settings, *_] = shown.Tensors("settings/text_summary")
+        points = [(entry["step"], entry[name]) for entry in metrics(run) if name in entry]
+        assert [(event.step, event.value) for event in content.Scalars(tag)] == [
+            (s, pytest.approx(v)) for s, v in points
+        ]
+    [settings, *_] = content.Tensors("settings/text_summary")
     assert b"project: gpt2scratch\n" in settings.tensor_proto.string_val[0]
     train(run, "--overwrite_output_dir", max_steps=1, report_to="tensorboard")
     assert (run / "tracker_id").read_text() != run_id
