@@ -12,18 +12,18 @@ from training.log.advice import Advisor
 HEALTHY = {"learning_rate": 1e-3, "data_share": 0.01, "peak_memory_gb": 30.0, "grad_norm": 0.5}
 
 
-def advisor(folder, on_gpu=True, where="ram", accumulation=1, usual_mfu=None) -> Advisor:
-    parts = {"placement": SimpleNamespace(where=where), "available": int(80e9), "max_steps": 100_000}
+def advisor(folder, on_gpu=True, place="ram", accumulation=1, usual_mfu=None) -> Advisor:
+    parts = {"placement": SimpleNamespace(where=place), "available": int(80e9), "max_steps": 100_000}
     plan = SimpleNamespace(batches=SimpleNamespace(micro_batch=8, accumulation=accumulation), **parts)
     return Advisor(RunFolder(folder), plan, on_gpu, usual_mfu)
 
 
-def texts_of(it: Advisor, entries, waited=0.5) -> list[str]:
-    return [advice.text for entry in entries for advice in it.look(entry, waited)]
+def texts_of(it: Advisor, entries, waiting_share=0.5) -> list[str]:
+    return [advice.text for entry in entries for advice in it.look(entry, waiting_share)]
 
 
-def lines(losses, first=10, **more) -> list[dict]:
-    return [HEALTHY | {"step": first + 10 * i, "loss": loss} | more for i, loss in enumerate(losses)]
+def lines(losses, first=10, **options) -> list[dict]:
+    return [HEALTHY | {"step": first + 10 * i, "loss": loss} | options for i, loss in enumerate(losses)]
 
 
 def noisy(loss, number, fall=0.0, noise=0.002):
@@ -33,8 +33,8 @@ def noisy(loss, number, fall=0.0, noise=0.002):
 
 
 def evaluations(*losses) -> list[dict]:
-    others = {"epoch": 1.0, "eval_perplexity": 9.0, "eval_bits_per_byte": 1.0, "eval_tokens": 64}
-    return [{"step": 100 * (i + 1), "eval_loss": loss} | others for i, loss in enumerate(losses)]
+    columns = {"epoch": 1.0, "eval_perplexity": 9.0, "eval_bits_per_byte": 1.0, "eval_tokens": 64}
+    return [{"step": 100 * (i + 1), "eval_loss": loss} | columns for i, loss in enumerate(losses)]
 
 
 @pytest.mark.parametrize(
@@ -55,13 +55,13 @@ def test_healthy_run_gets_no_advice(tmp_path, entries):
 
 def test_device_waiting_for_data_is_reported(tmp_path):
     five = lines([3.0] * 5, data_share=0.35)
-    assert texts_of(advisor(tmp_path, where="mmap"), five, waited=0.05) == [
-        "The device waits for its batches 30% of the time: they are read from disk, so use --data_placement ram if they fit in "
-        "RAM, or a faster disk."
+    assert texts_of(advisor(tmp_path, place="mmap"), five, waiting_share=0.05) == [
+        "The device waits for its batches 30% of the time: they are read from disk, so use --data_placement ram if "
+        "they fit in RAM, or a faster disk."
     ]
-    assert texts_of(advisor(tmp_path), five, waited=0.3) == []  # the device was the bottleneck anyway
-    assert texts_of(advisor(tmp_path), five[:4], waited=0.0) == []  # too few lines
-    assert "so stop them or give the run more cores." in texts_of(advisor(tmp_path), five, waited=0.0)[0]
+    assert texts_of(advisor(tmp_path), five, waiting_share=0.3) == []  # the device was the bottleneck anyway
+    assert texts_of(advisor(tmp_path), five[:4], waiting_share=0.0) == []  # too few lines
+    assert "so stop them or give the run more cores." in texts_of(advisor(tmp_path), five, waiting_share=0.0)[0]
 
 
 def test_mfu_far_below_reported_values_is_reported(tmp_path):
@@ -77,8 +77,8 @@ def test_mfu_far_below_reported_values_is_reported(tmp_path):
 def test_larger_micro_batch_is_suggested_if_memory_is_free(tmp_path):
     five = lines([3.0] * 5, peak_memory_gb=9.0)
     assert texts_of(advisor(tmp_path, accumulation=12), five) == [
-        "A micro-batch of 8 sequences uses 9.0 of 80.0 GB, and each step runs 12 of them; --per_device_train_batch_size 48 "
-        "uses the device better without changing the steps."
+        "A micro-batch of 8 sequences uses 9.0 of 80.0 GB, and each step runs 12 of them; "
+        "--per_device_train_batch_size 48 uses the device better without changing the steps."
     ]
     assert texts_of(advisor(tmp_path, accumulation=1), five) == []
     assert texts_of(advisor(tmp_path, accumulation=12, on_gpu=False), five) == []
@@ -90,8 +90,8 @@ def test_exploding_gradient_and_flat_or_rising_loss_are_reported(tmp_path):
     one, two = (HEALTHY | {"step": 610 + 10 * i, "loss": 2.0, "grad_norm": norm} for i, norm in enumerate((6.0, 8.0)))
     assert texts_of(advisor(tmp_path), [*usual, one, HEALTHY | {"step": 620, "loss": 2.0}]) == []
     assert texts_of(advisor(tmp_path), [*usual, one, two]) == [
-        "The gradient norm is 8.00, 16 times its median; if it stays high, lower learning_rate or raise warmup_steps, and resume "
-        "from an earlier checkpoint."
+        "The gradient norm is 8.00, 16 times its median; if it stays high, lower learning_rate or raise "
+        "warmup_steps, and resume from an earlier checkpoint."
     ]
     falling = noisy(5.0, 200, fall=2)
     [flat] = texts_of(advisor(tmp_path), lines(falling + noisy(3.0, 80)))

@@ -48,9 +48,9 @@ def write_run(path, *steps: int) -> RunFolder:
 
 
 def log(run: RunFolder, step: int, **numbers: float) -> None:
-    scored = dict.fromkeys(("epoch", "eval_perplexity", "eval_bits_per_byte", "eval_tokens"), 1)
+    evaluations = dict.fromkeys(("epoch", "eval_perplexity", "eval_bits_per_byte", "eval_tokens"), 1)
     with run.metrics.open("a") as file:
-        file.write(json.dumps({"step": step, "tokens": 64 * step, **scored, **numbers}) + "\n")
+        file.write(json.dumps({"step": step, "tokens": 64 * step, **evaluations, **numbers}) + "\n")
 
 
 def names(run: RunFolder) -> list[str]:
@@ -86,25 +86,25 @@ def make(drive, monkeypatch):
     monkeypatch.setattr(backup, "FIRST_PAUSE", 0.05)
 
     def make(run: RunFolder, limit: int | None = None, backup_dir=drive) -> tuple[Backup, list[str]]:
-        said = []
-        return Backup(backup_dir, run, limit, said.append), said
+        output = []
+        return Backup(backup_dir, run, limit, output.append), output
 
     return make
 
 
 def test_backup_is_a_run_folder(make, drive, tmp_path):
     run = write_run(tmp_path / "x", 1, 2)
-    copies, said = make(run)
+    copies, output = make(run)
     submit(copies, run.checkpoints / "step_00000002")
     log(run, 3, loss=1.0)  # after the last checkpoint
     copies.finish()
-    there = RunFolder(drive / "x")
+    backup_run = RunFolder(drive / "x")
     files = {"config.yaml", "metrics.jsonl", "samples.md"}
-    assert {path.name for path in there.path.iterdir()} == files | {"checkpoints", ".gpt2scratch.json"}
-    assert all((there.path / name).read_bytes() == (run.path / name).read_bytes() for name in files)
-    assert there.newest_checkpoint(said.append) == there.checkpoints / "step_00000002"
-    assert names(there) == ["step_00000002"]
-    assert said == [f"Backup:  step_00000002 is in {there.path}"]
+    assert {path.name for path in backup_run.path.iterdir()} == files | {"checkpoints", ".gpt2scratch.json"}
+    assert all((backup_run.path / name).read_bytes() == (run.path / name).read_bytes() for name in files)
+    assert backup_run.newest_checkpoint(output.append) == backup_run.checkpoints / "step_00000002"
+    assert names(backup_run) == ["step_00000002"]
+    assert output == [f"Backup:  step_00000002 is in {backup_run.path}"]
 
 
 def test_backup_keeps_the_newest_and_the_best_checkpoint(make, drive, tmp_path):
@@ -122,7 +122,7 @@ def test_backup_keeps_the_newest_and_the_best_checkpoint(make, drive, tmp_path):
 def test_disconnected_drive_is_reported_once_and_used_again_when_available(make, drive, tmp_path):
     run = write_run(tmp_path / "x", 1)
     [first] = run.checkpoints.iterdir()
-    copies, said = make(run)
+    copies, output = make(run)
     submit(copies, first)
     drive.rename(tmp_path / "unplugged")
     drive.mkdir()  # the mount point, which must stay empty
@@ -130,9 +130,9 @@ def test_disconnected_drive_is_reported_once_and_used_again_when_available(make,
     copies.submit()
     wait_until(lambda: copies.problem)
     time.sleep(0.3)  # several attempts
-    assert len(said) == 1
-    assert "WARNING: step_00000002 could not be copied" in said[0]
-    assert "No such file or directory" in said[0]
+    assert len(output) == 1
+    assert "WARNING: step_00000002 could not be copied" in output[0]
+    assert "No such file or directory" in output[0]
     assert copies.copying == second
     third = write_checkpoint(run.checkpoints, 3)
     copies.submit()
@@ -140,7 +140,7 @@ def test_disconnected_drive_is_reported_once_and_used_again_when_available(make,
     drive.rmdir()
     (tmp_path / "unplugged").rename(drive)
     wait_until(lambda: copies.copied == third.name)
-    assert said[1:] == [f"Backup:  {drive / 'x'} is available again, and step_00000003 is in it"]
+    assert output[1:] == [f"Backup:  {drive / 'x'} is available again, and step_00000003 is in it"]
     copies.finish()
     assert names(copies.there) == [first.name, third.name]
     assert copies.copying is None
@@ -149,18 +149,18 @@ def test_disconnected_drive_is_reported_once_and_used_again_when_available(make,
 def test_run_does_not_wait_for_a_drive_that_never_appears(make, tmp_path):
     (tmp_path / "file").write_text("")
     run = write_run(tmp_path / "x", 1)
-    copies, said = make(run, backup_dir=tmp_path / "file")
+    copies, output = make(run, backup_dir=tmp_path / "file")
     copies.submit()
     wait_until(lambda: copies.problem)
-    began = time.monotonic()
+    start_time = time.monotonic()
     copies.finish()
-    assert time.monotonic() - began < 60
-    assert "is incomplete (Not a directory); copy" in said[-1]
+    assert time.monotonic() - start_time < 60
+    assert "is incomplete (Not a directory); copy" in output[-1]
 
 
 def test_full_drive_keeps_its_checkpoints(make, drive, tmp_path):
     run = write_run(tmp_path / "x", 1)
-    copies, said = make(run, limit=1)
+    copies, output = make(run, limit=1)
 
     def fill() -> None:
         submit(copies, run.checkpoints / "step_00000001")
@@ -168,26 +168,26 @@ def test_full_drive_keeps_its_checkpoints(make, drive, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))  # maximum file size in bytes
         copies.submit()
         wait_until(lambda: copies.problem)
-        said.append(str(names(copies.there)))
+        output.append(str(names(copies.there)))
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         copies.finish()
-        (tmp_path / "said").write_text("\n".join(said))
+        (tmp_path / "said").write_text("\n".join(output))
 
     assert os.waitpid(fork(fill), 0)[1] == 0
-    said = (tmp_path / "said").read_text().splitlines()
+    output = (tmp_path / "said").read_text().splitlines()
     warning = r"WARNING: step_00000002 could not be copied to .* \(File too large\)\. Training continues, .*"
-    assert re.fullmatch(warning, said[0])
-    assert said[1] == "['step_00000001']"
-    assert said[-1] == f"Backup:  step_00000002 is in {drive / 'x'}"
+    assert re.fullmatch(warning, output[0])
+    assert output[1] == "['step_00000001']"
+    assert output[-1] == f"Backup:  step_00000002 is in {drive / 'x'}"
     assert names(RunFolder(drive / "x")) == ["step_00000001", "step_00000002"]  # the first is the best
 
 
 def test_kill_9_never_leaves_a_partial_checkpoint(drive, tmp_path):
-    before = write_checkpoint(drive, 1)
+    original = write_checkpoint(drive, 1)
     versions = [write_checkpoint(tmp_path / str(i), 2, size=300_000, content=i) for i in range(2)]
-    began = time.monotonic()
+    start_time = time.monotonic()
     copy(versions[0], drive / versions[0].name)
-    takes = time.monotonic() - began  # depends on the disk of the test machine
+    takes = time.monotonic() - start_time  # depends on the disk of the test machine
 
     def copy_forever() -> None:
         while True:  # the two versions replace each other
@@ -200,9 +200,9 @@ def test_kill_9_never_leaves_a_partial_checkpoint(drive, tmp_path):
         time.sleep(randomness.uniform(0, 3 * takes))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        there = complete_checkpoints(drive)
-        assert there[0] == before
-        assert [damage(checkpoint) for checkpoint in there] == [None] * len(there)
+        backup_run = complete_checkpoints(drive)
+        assert backup_run[0] == original
+        assert [damage(checkpoint) for checkpoint in backup_run] == [None] * len(backup_run)
     sweep(drive)
     assert all(path.name.startswith("step_") for path in drive.iterdir())
 
@@ -210,12 +210,12 @@ def test_kill_9_never_leaves_a_partial_checkpoint(drive, tmp_path):
 def test_damaged_checkpoint_is_reported_and_the_next_one_is_copied(make, tmp_path):
     run = write_run(tmp_path / "x", 1)
     (run.checkpoints / "step_00000001" / "config.json").write_bytes(b"x" * 1000)
-    copies, said = make(run)
+    copies, output = make(run)
     copies.submit()
     wait_until(lambda: copies.problem)
     submit(copies, write_checkpoint(run.checkpoints, 2))
-    assert "step_00000001 could not be copied" in said[0]
-    assert "(config.json was changed or damaged" in said[0]
+    assert "step_00000001 could not be copied" in output[0]
+    assert "(config.json was changed or damaged" in output[0]
     assert names(copies.there) == ["step_00000002"]
 
 
@@ -235,18 +235,18 @@ def test_rolled_back_checkpoints_are_removed_from_the_backup(make, tmp_path):
 
 def test_checkpoints_of_another_run_are_not_replaced(make, tmp_path):
     def back_up(run: RunFolder, **begin) -> tuple[list[str], list[str]]:
-        copies, said = make(run, limit=1)
+        copies, output = make(run, limit=1)
         if begin:
             copies.begin(0, **begin)
         copies.submit()
         copies.finish()
-        return names(copies.there), said
+        return names(copies.there), output
 
     back_up(write_run(tmp_path / "old" / "x", 500))
     new_run = write_run(tmp_path / "x", 1)
-    kept, said = back_up(new_run, may_replace=False)
-    assert "it holds step_00000500, which this run did not resume from" in said[0]
-    assert kept == ["step_00000500"]
+    remainder, output = back_up(new_run, may_replace=False)
+    assert "it holds step_00000500, which this run did not resume from" in output[0]
+    assert remainder == ["step_00000500"]
     assert back_up(new_run, may_replace=True)[0] == ["step_00000001"]  # --overwrite_output_dir
     for folder in (tmp_path, tmp_path / "x", tmp_path / "x" / "checkpoints"):
         assert "into the run's own folder" in next(BackupArguments(str(folder)).problems(tmp_path / "x"))
@@ -254,8 +254,8 @@ def test_checkpoints_of_another_run_are_not_replaced(make, tmp_path):
         assert not list(BackupArguments(folder).problems(tmp_path / "x"))
 
 
-def restore(copies: Backup, after: int = -1) -> Path | None:
-    return copies.restore(after, lambda settings: None)
+def restore(copies: Backup, step: int = -1) -> Path | None:
+    return copies.restore(step, lambda settings: None)
 
 
 @pytest.fixture
@@ -276,14 +276,14 @@ def test_newer_local_files_are_kept_unless_damaged(make, backed_up, tmp_path):
     copies, _ = make(backed_up)
     assert restore(copies, 2) is None
     log(backed_up, 9)
-    before = backed_up.metrics.read_text()
+    original = backed_up.metrics.read_text()
     backed_up.config.write_text("learning_rate: 0.02\n")
-    damaged = backed_up.checkpoints / "step_00000002"
-    (damaged / "tokenizer.json").write_bytes(b"x" * 1000)  # of the right size
-    assert restore(copies, 1) == damaged
-    assert damage(damaged) is None
+    damaged_path = backed_up.checkpoints / "step_00000002"
+    (damaged_path / "tokenizer.json").write_bytes(b"x" * 1000)  # of the right size
+    assert restore(copies, 1) == damaged_path
+    assert damage(damaged_path) is None
     assert names(backed_up) == ["step_00000001", "step_00000002"]
-    assert backed_up.metrics.read_text() == before
+    assert backed_up.metrics.read_text() == original
     assert "0.02" in backed_up.config.read_text()
 
 
@@ -312,37 +312,37 @@ def test_restore_skips_a_damaged_checkpoint(make, backed_up, tmp_path, file, cha
     (tmp_path / "secret").write_text("secret")
     (newest / "link").symlink_to(tmp_path / "secret")
     (newest / file).write_bytes(change((newest / file).read_bytes()))
-    copies, said = make(backed_up)
+    copies, output = make(backed_up)
     assert restore(copies).name == "step_00000001"
     assert names(backed_up) == ["step_00000001"]
-    assert len(said) == 2
-    assert problem in said[0]
+    assert len(output) == 2
+    assert problem in output[0]
     assert restore(copies, 1) is None
 
 
 def test_links_to_paths_outside_the_backup_are_not_followed(make, backed_up, tmp_path):
-    there = RunFolder(tmp_path / "drive" / "x")
-    outside = write_checkpoint(tmp_path / "outside", 3)
-    (there.checkpoints / outside.name).symlink_to(outside)
-    copied = write_checkpoint(there.checkpoints, 4)
-    (copied / "manifest.json").rename(tmp_path / "manifest.json")
-    (copied / "manifest.json").symlink_to(tmp_path / "manifest.json")
+    backup_run = RunFolder(tmp_path / "drive" / "x")
+    outside_folder = write_checkpoint(tmp_path / "outside", 3)
+    (backup_run.checkpoints / outside_folder.name).symlink_to(outside_folder)
+    copy_path = write_checkpoint(backup_run.checkpoints, 4)
+    (copy_path / "manifest.json").rename(tmp_path / "manifest.json")
+    (copy_path / "manifest.json").symlink_to(tmp_path / "manifest.json")
     (tmp_path / "secret").write_text("a: secret\n")
-    for path in (there.config, there.samples):
+    for path in (backup_run.config, backup_run.samples):
         path.unlink()
         path.symlink_to(tmp_path / "secret")
-    copies, said = make(backed_up)
+    copies, output = make(backed_up)
     assert restore(copies).name == "step_00000002"
-    assert ["is a link to a path outside" in line for line in said] == [True, True, False]
+    assert ["is a link to a path outside" in line for line in output] == [True, True, False]
     assert not backed_up.config.exists()
     assert not backed_up.samples.exists()
 
 
 def test_missing_drive_is_a_warning_and_failed_restore_is_an_error(make, backed_up, tmp_path):
-    copies, said = make(backed_up, backup_dir=tmp_path / "nowhere")
+    copies, output = make(backed_up, backup_dir=tmp_path / "nowhere")
     assert restore(copies) is None
-    assert len(said) == 1
-    assert "(--backup_dir) cannot be read (No such file or directory): is its drive mounted? Nothing is" in said[0]
+    assert len(output) == 1
+    assert "(--backup_dir) cannot be read (No such file or directory): is its drive mounted? Nothing is" in output[0]
     backed_up.path.write_text("a file")
     copies, _ = make(backed_up)
     assert_user_error("could not be restored from", restore, copies)

@@ -26,11 +26,11 @@ def permuted(n: int, key: int) -> np.ndarray:
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 1000, 4097])
 def test_permutation_covers_every_position_once_and_depends_on_the_key(n):
-    one, other = permuted(n, key=7), permuted(n, key=2)
+    one, second = permuted(n, key=7), permuted(n, key=2)
     assert sorted(one.tolist()) == list(range(n))
     if n >= 1000:
         assert (one == np.arange(n)).mean() < 0.02
-        assert (one == other).mean() < 0.02
+        assert (one == second).mean() < 0.02
 
 
 def test_batch_order_never_changes():
@@ -60,13 +60,13 @@ def test_step_uses_the_same_samples_for_every_division_of_the_global_batch(micro
     tokens = np.arange(2000, dtype=np.uint16)
     plan = BatchPlan(16, micro_batch, accumulation, processes)
     order = WindowOrder(2000, 16, seed=1)
-    seen = []
+    samples = []
     for micro_step in range(accumulation):
         for rank in range(processes):
             inputs, targets, _ = TrainBatches(held(tokens), order, plan, rank)(5, micro_step)
             assert torch.equal(targets, inputs + 1)  # the tokens count up
-            seen += inputs[:, 0].tolist()
-    assert seen == order.starts(40, 8).tolist()
+            samples += inputs[:, 0].tolist()
+    assert samples == order.starts(40, 8).tolist()
 
 
 def test_auto_uses_the_largest_micro_batch_that_divides_and_errors_name_valid_values():
@@ -78,11 +78,11 @@ def test_auto_uses_the_largest_micro_batch_that_divides_and_errors_name_valid_va
     assert_user_error("has 8 tokens, fewer than one context of 8", WindowOrder, 8, 8, seed=0)
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
-def test_batch_needs_no_python_code_per_row(masked):
+@pytest.mark.parametrize("positions", [False, True], ids=["plain", "masked"])
+def test_batch_needs_no_python_code_per_row(positions):
     """A batch of 64 rows makes as many Python calls as one of 4."""
     ids = np.arange(30_000, dtype=np.uint16)
-    documents = Documents(np.arange(0, 30_001, 100), has_eos=True) if masked else None
+    documents = Documents(np.arange(0, 30_001, 100), has_eos=True) if positions else None
 
     def calls_of(micro_batch: int) -> int:
         batches = TrainBatches(held(ids, documents), WindowOrder(30_000, 64, 0), BatchPlan(64, micro_batch, 1, 1), 0)
@@ -101,10 +101,10 @@ def test_batch_needs_no_python_code_per_row(masked):
 def walked(position: DataPosition, step: int, sequences: int) -> int:
     """Return the sample by definition: step by step, skipping every range that a step would reach."""
     sample = position.sample
-    for now in range(position.step, step + 1):
-        while reached := [end for first, end in position.passed_over if sample < end and sample + sequences > first]:
-            sample = min(reached)
-        if now < step:
+    for place in range(position.step, step + 1):
+        while positions := [end for first, end in position.passed_over if sample < end and sample + sequences > first]:
+            sample = min(positions)
+        if place < step:
             sample += sequences
     return sample
 
@@ -119,7 +119,7 @@ def test_position_equals_its_definition():
             ranges.append((first, at))
         position = DataPosition(chance.randint(0, 3), chance.randint(0, 50), passed_over=tuple(ranges))
         sequences, step = chance.randint(1, 12), position.step + chance.randint(0, 20)
-        expected = walked(position, step, sequences)
-        assert position.first_sample(step, sequences) == expected
+        expectation = walked(position, step, sequences)
+        assert position.first_sample(step, sequences) == expectation
         halfway = position.after(chance.randint(position.step, step), sequences, 1)
-        assert halfway.first_sample(step, sequences) == expected
+        assert halfway.first_sample(step, sequences) == expectation

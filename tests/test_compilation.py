@@ -48,10 +48,10 @@ def test_incomplete_libraries_are_removed(cache):
 
 
 def test_library_that_is_being_linked_is_kept(cache):
-    path, done = cache / "header" / "header.main.so", threading.Event()
+    path, has_ended = cache / "header" / "header.main.so", threading.Event()
 
     def link() -> None:
-        while not done.wait(0.01):
+        while not has_ended.wait(0.01):
             os.utime(path, ns=(time.time_ns(), time.time_ns()))
 
     linker = threading.Thread(target=link)
@@ -59,7 +59,7 @@ def test_library_that_is_being_linked_is_kept(cache):
     try:
         remove_incomplete_libraries(cache)
     finally:
-        done.set()
+        has_ended.set()
         linker.join()
     assert left(cache) == {"whole", "header"}
 
@@ -71,9 +71,9 @@ def test_a_validation_whose_compiler_fails_is_not_compiled(capsys):
     step = train_step(2, 1)
     split, plan = Split(3000, 1, 9000, "", ""), BatchPlan(16, 2, 1, 1)
     arguments = tokens(step.accelerator.device), split, plan, step.accelerator, 8
-    expected = evaluate(step.loss, *arguments)
+    expectation = evaluate(step.loss, *arguments)
     assert capsys.readouterr().out == ""
-    assert evaluate(torch.compile(step.loss, backend=fail), *arguments) == expected
+    assert evaluate(torch.compile(step.loss, backend=fail), *arguments) == expectation
     assert "WARNING: This validation was not compiled (RuntimeError('killed'))." in capsys.readouterr().out
 
 
@@ -91,11 +91,11 @@ def test_a_run_names_the_suspended_process_that_locks_the_cache_and_compiles_els
         wait_until(log.is_file, 120)
         return run
 
-    suspended = begin("suspended", "exec sleep 600")
-    suspended.send_signal(signal.SIGSTOP)
+    holder_run = begin("suspended", "exec sleep 600")
+    holder_run.send_signal(signal.SIGSTOP)
     output, _ = begin("run", "exit 1", TORCHINDUCTOR_FILE_LOCK_TIMEOUT="2").communicate(timeout=120)
-    holder = rf"process {suspended.pid} of \S+ \({re.escape(sys.executable)} train_accelerate\.py .*: stopped\)"
+    holder = rf"process {holder_run.pid} of \S+ \({re.escape(sys.executable)} train_accelerate\.py .*: stopped\)"
     assert re.search(rf"\nCompiling waits for {tmp_path}/cache/locks/\w+\.lock, which {holder} holds\. ", output)
-    own = re.search(r"\.lock is still locked: compiling in (\S+), in a fresh process\.\n", output)[1]
+    own_folder = re.search(r"\.lock is still locked: compiling in (\S+), in a fresh process\.\n", output)[1]
     log = (tmp_path / "run.log").read_text()
-    assert (own in log, str(tmp_path / "cache") in log) == (True, False)
+    assert (own_folder in log, str(tmp_path / "cache") in log) == (True, False)

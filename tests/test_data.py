@@ -36,7 +36,7 @@ def free(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "n_bytes", "device", "local_processes", "expected"),
+    ("choice", "n_bytes", "device", "local_processes", "expectation"),
     [
         ("auto", 4 * GB, GPU, 1, ("device", 4 * GB)),
         ("auto", 5 * GB, GPU, 8, ("ram", 0)),  # more than a twentieth of 80 GB
@@ -50,10 +50,10 @@ def free(monkeypatch):
         ("mmap", 1, GPU, 1, ("mmap", 0)),
     ],
 )
-def test_placement_depends_on_free_memory(free, asked, n_bytes, device, local_processes, expected):
+def test_placement_depends_on_free_memory(free, choice, n_bytes, device, local_processes, expectation):
     free(ram=200 * GB, gpu=80 * GB)
-    placement = choose_placement(asked, n_bytes, device, local_processes)
-    assert (placement.where, placement.reserved) == expected
+    placement = choose_placement(choice, n_bytes, device, local_processes)
+    assert (placement.where, placement.reserved) == expectation
 
 
 def test_too_little_memory_is_refused_with_both_sizes(free):
@@ -116,22 +116,22 @@ def masked_loss(model: GPT2ScratchForCausalLM, ids: np.ndarray, offsets: np.ndar
     return nats / (len(tokens) - 1)
 
 
-@pytest.mark.parametrize(("placement", "said"), [("ram", "in RAM"), ("mmap", "memory-mapped")])
-def test_run_with_mask_documents_scores_documents_separately(train, store, tmp_path, capsys, placement, said):
+@pytest.mark.parametrize(("placement", "output"), [("ram", "in RAM"), ("mmap", "memory-mapped")])
+def test_run_with_mask_documents_scores_documents_separately(train, store, tmp_path, capsys, placement, output):
     run = train(tmp_path / "run", "--mask_documents", "true", "--verbose", data_placement=placement, eval_steps=6)
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("Data:"))
-    assert f", {said}: " in line
+    assert f", {output}: " in line
     model = GPT2ScratchForCausalLM.from_pretrained(run / "model").eval()
-    expected = masked_loss(model, store.in_memory("val"), store.offsets("val"), 16)
-    assert metrics(run)[-1]["eval_loss"] == pytest.approx(expected, abs=1e-5)
+    expectation = masked_loss(model, store.in_memory("val"), store.offsets("val"), 16)
+    assert metrics(run)[-1]["eval_loss"] == pytest.approx(expectation, abs=1e-5)
     for arguments in ([str(run)], [str(run / "model"), "--data", str(store.folder)]):  # the first reads its config.yaml
         evaluate.main([*arguments, "--json"])
-        assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(expected, abs=1e-5)
+        assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(expectation, abs=1e-5)
 
 
 def test_resume_with_mask_documents_refuses_a_changed_setting(train, tmp_path, monkeypatch):
     run = train(tmp_path / "run", max_steps=1)
     assert_user_error(r"another run \(mask_documents False -> True\)", train, run, mask_documents="true", max_steps=1)
-    monkeypatch.setattr("training.runtime.device._attention", lambda asked, *_: asked)  # as if it were installed
+    monkeypatch.setattr("training.runtime.device._attention", lambda choice, *_: choice)  # as if it were installed
     sentence, flash = "mask_documents needs attn_implementation sdpa, eager or flex", "flash_attention_2"
     assert_user_error(sentence, train, tmp_path / "other", mask_documents="true", attn_implementation=flash)

@@ -21,12 +21,12 @@ CONFIG = GPT2ScratchConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, 
 )
 def test_auto_chooses_eager_attention_on_a_cpu_if_faster(precision, context, attention):
     assert decide(DeviceArguments(mixed_precision=precision), context).attn_implementation == attention
-    asked = DeviceArguments(mixed_precision=precision, attn_implementation="flex_attention")
-    assert decide(asked, context).attn_implementation == "flex_attention"
+    choice = DeviceArguments(mixed_precision=precision, attn_implementation="flex_attention")
+    assert decide(choice, context).attn_implementation == "flex_attention"
 
 
-@pytest.mark.parametrize(("bf16_residual", "expected"), [(False, torch.float32), (True, torch.bfloat16)])
-def test_bf16_residual_changes_the_residual_stream_but_not_the_weights(bf16_residual, expected):
+@pytest.mark.parametrize(("bf16_residual", "expectation"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_bf16_residual_changes_the_residual_stream_but_not_the_weights(bf16_residual, expectation):
     model = build_model(CONFIG, Setup("bf16", False, "sdpa", (), bf16_residual=bf16_residual), 0)
     streams = []
     for block in model.transformer.h:
@@ -36,7 +36,7 @@ def test_bf16_residual_changes_the_residual_stream_but_not_the_weights(bf16_resi
     with torch.autocast("cpu", torch.bfloat16):
         loss = NextTokenLoss(model)(inputs, targets, 32)
     loss.backward()
-    assert streams == [expected] * 2
+    assert streams == [expectation] * 2
     assert loss.dtype == torch.float32
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
     streams.clear()
@@ -45,9 +45,9 @@ def test_bf16_residual_changes_the_residual_stream_but_not_the_weights(bf16_resi
 
 
 def test_gradient_checkpointing_is_enabled_on_request():
-    for asked in (False, True):
-        setup = Setup("no", False, "sdpa", (), gradient_checkpointing=asked)
-        assert build_model(CONFIG, setup, 0).is_gradient_checkpointing is asked
+    for choice in (False, True):
+        setup = Setup("no", False, "sdpa", (), gradient_checkpointing=choice)
+        assert build_model(CONFIG, setup, 0).is_gradient_checkpointing is choice
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,19 @@ def test_threads_spin_only_shortly_unless_the_user_chose(launch):
     assert [launch("-c", code, **environment).stdout.strip() for environment in chosen] == ["1000", "None", "7"]
 
 
-CHILD = "import os, training.runtime.threads, training.runtime.launcher as e; print(os.environ['OMP_NUM_THREADS'], e.is_alone_by_mistake())"
-LAUNCHER = f"import json, os, subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}, *sys.argv[2:]], env=os.environ | json.loads(sys.argv[1]))"
+CHILD = (
+    "import os, training.runtime.threads, training.runtime.launcher as e; print(os.environ['OMP_NUM_THREADS'], "
+    "e.is_alone_by_mistake())"
+)
+LAUNCHER = (
+    f"import json, os, subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}, *sys.argv[2:]], "
+    "env=os.environ | json.loads(sys.argv[1]))"
+)
 UNASKED = {"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_MODE": "default"}  # exported by the launcher by default
 
 
 @pytest.mark.parametrize(
-    ("users", "launchers", "threads", "alone"),
+    ("users", "launchers", "threads", "is_alone"),
     [
         ({}, {}, None, False),  # without a launcher
         ({"OMP_NUM_THREADS": "1", "MASTER_ADDR": "node1"}, {}, 1, False),
@@ -101,14 +107,14 @@ UNASKED = {"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_MODE": "default"}  # expor
         ({"MASTER_ADDR": "node1"}, UNASKED | {"MASTER_ADDR": "127.0.0.1"}, None, True),
     ],
 )
-def test_settings_of_the_user_are_distinguished_from_those_of_the_launcher(launch, users, launchers, threads, alone):
+def test_settings_of_the_user_are_distinguished_from_those_of_the_launcher(launch, users, launchers, threads, is_alone):
     cores = min(psutil.cpu_count(logical=False) or 1, len(os.sched_getaffinity(0)))
     result = launch("-c", LAUNCHER, json.dumps(launchers), "--num_processes", "2", **{"OMP_NUM_THREADS": ""} | users)
-    assert result.stdout.split() == [str(threads or cores), str(alone)], result.stderr
+    assert result.stdout.split() == [str(threads or cores), str(is_alone)], result.stderr
 
 
 @pytest.mark.parametrize(
-    ("built_for", "capability", "expected"),
+    ("built_for", "capability", "expectation"),
     [
         (["sm_75", "sm_80", "sm_90", "sm_120"], (7, 0), False),  # V100 with the build for CUDA 13
         (["sm_75", "sm_80", "sm_90", "sm_120"], (8, 9), True),  # L4: binaries of the same major version
@@ -117,8 +123,8 @@ def test_settings_of_the_user_are_distinguished_from_those_of_the_launcher(launc
         (["sm_90a", "sm_100f"], (9, 0), True),
     ],
 )
-def test_gpu_supports_binaries_of_its_major_version_and_any_earlier_compute_target(built_for, capability, expected):
-    assert has_kernels(built_for, capability) == expected
+def test_gpu_supports_binaries_of_its_major_version_and_any_earlier_compute_target(built_for, capability, expectation):
+    assert has_kernels(built_for, capability) == expectation
 
 
 DECIDE = """
@@ -130,10 +136,10 @@ decide(DeviceArguments(torch_compile="true"), 64)
 
 def test_compilation_stays_off_if_a_compiler_is_missing(launch):
     """A note names the compiler and the command that installs it; explicit compilation is refused."""
-    done = launch("-c", DECIDE, PATH="/nowhere", CXX="", CC="")
-    assert "torch_compile=False" in done.stdout
-    assert "a C++ compiler (g++ or clang++) not found; on Debian and Ubuntu: apt install g++." in done.stdout
-    assert "UserError: torch_compile is true, but it cannot work here: a C++ compiler" in done.stderr
+    process = launch("-c", DECIDE, PATH="/nowhere", CXX="", CC="")
+    assert "torch_compile=False" in process.stdout
+    assert "a C++ compiler (g++ or clang++) not found; on Debian and Ubuntu: apt install g++." in process.stdout
+    assert "UserError: torch_compile is true, but it cannot work here: a C++ compiler" in process.stderr
 
 
 def test_compilation_needs_python_headers(monkeypatch, tmp_path):

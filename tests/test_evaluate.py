@@ -42,12 +42,12 @@ def letters(tmp_path_factory):
     return tokenized(folder, folder / "store", {"validation_fraction": 0.2}, tokenizer_type="character")
 
 
-def saved(folder, store, knows_nothing: bool = False) -> GPT2ScratchForCausalLM:
+def saved(folder, store, is_uniform: bool = False) -> GPT2ScratchForCausalLM:
     """Save a model and the store's tokenizer; its weights are random, or give all tokens the same probability."""
     torch.manual_seed(0)
     size = {"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 16, "initializer_range": 0.3}
     model = GPT2ScratchForCausalLM(GPT2ScratchConfig(vocab_size=store.metadata.vocab_size, **size)).eval()
-    if knows_nothing:
+    if is_uniform:
         torch.nn.init.zeros_(model.lm_head.weight)
     model.save_pretrained(folder)
     store.load_tokenizer().save_pretrained(folder)
@@ -65,13 +65,14 @@ def test_standard_error_is_over_documents_or_over_blocks_if_documents_are_few():
     assert ratio(np.array([2.0, 4.0, 9.0]), np.array([1, 2, 3])) == (2.5, pytest.approx(0.3818813))
     starts = np.arange(31) * 7
     assert units(starts) == (pytest.approx(starts), "30 documents")
-    edges, what = units(np.array([0, 10, 1000]))
-    assert (edges[:3].tolist(), edges[-1], len(edges), what) == ([0, 20, 40], 1000, 51, "50 blocks of the text")
+    edges, unit = units(np.array([0, 10, 1000]))
+    assert (edges[:3].tolist(), edges[-1], len(edges), unit) == ([0, 20, 40], 1000, 51, "50 blocks of the text")
 
 
 def test_uniform_model_costs_the_logarithm_of_its_vocabulary(letters, tmp_path, capsys):
-    """Three characters of one byte each: exactly log2(3) bits per byte. Texts have no start token, so the first costs the same."""
-    saved(tmp_path / "model", letters, knows_nothing=True)
+    """Three characters of one byte each: exactly log2(3) bits per byte. Texts have no start token, so the first costs
+    the same."""
+    saved(tmp_path / "model", letters, is_uniform=True)
     result = evaluated(capsys, tmp_path / "model", "--data", letters.folder, "--compare")
     assert result["eval_bits_per_byte"] == pytest.approx(1.5849625)
     assert result["eval_perplexity"] == pytest.approx(3)
@@ -90,9 +91,9 @@ def test_loss_and_standard_error_match_a_sum_over_documents(many, tmp_path, caps
     tokens = torch.from_numpy(many.in_memory("val").astype(np.int64))
     costs = torch.zeros(len(tokens), dtype=torch.float64)
     for start in range(0, len(tokens) - 1, 16):
-        window, after = tokens[start : start + 16][: len(tokens) - 1 - start], tokens[start + 1 : start + 17]
+        window, next_tokens = tokens[start : start + 16][: len(tokens) - 1 - start], tokens[start + 1 : start + 17]
         logits = model(window[None]).logits[0]
-        costs[start + 1 : start + 1 + len(after)] = -logits.log_softmax(-1)[range(len(after)), after]
+        costs[start + 1 : start + 1 + len(next_tokens)] = -logits.log_softmax(-1)[range(len(next_tokens)), next_tokens]
     nats = [costs[a:b].sum().item() for a, b in pairwise(many.offsets("val"))]
     sizes = np.diff(many.offsets("val"))
     sizes[0] -= 1
@@ -109,16 +110,16 @@ def test_loss_and_standard_error_match_a_sum_over_documents(many, tmp_path, caps
 def test_two_processes_give_the_same_results(many, tmp_path, capsys, launch):
     saved(tmp_path / "model", many)
     arguments = (tmp_path / "model", "--data", many.folder, "--compare")
-    alone = evaluated(capsys, *arguments)
+    single = evaluated(capsys, *arguments)
     pair = launch(*TWO_PROCESSES, "-m", "training.evaluate", *arguments, "--json", ACCELERATE_USE_CPU="true")
     assert pair.returncode == 0, pair.stderr
-    together = json.loads(pair.stdout)
-    numbers = [name for name, value in alone.items() if isinstance(value, float)]
+    pair_results = json.loads(pair.stdout)
+    numbers = [name for name, value in single.items() if isinstance(value, float)]
     assert len(numbers) == 6
-    assert [together[name] for name in numbers] == pytest.approx([alone[name] for name in numbers], abs=1e-6)
-    for ours, theirs in zip(alone["panel"]["rows"], together["panel"]["rows"], strict=True):
-        assert ours["name"] == theirs["name"]
-        assert ours["bits_per_byte"] == pytest.approx(theirs["bits_per_byte"], abs=1e-6)
+    assert [pair_results[name] for name in numbers] == pytest.approx([single[name] for name in numbers], abs=1e-6)
+    for row, other_row in zip(single["panel"]["rows"], pair_results["panel"]["rows"], strict=True):
+        assert row["name"] == other_row["name"]
+        assert row["bits_per_byte"] == pytest.approx(other_row["bits_per_byte"], abs=1e-6)
 
 
 @torch.no_grad()
@@ -140,21 +141,24 @@ def test_gpt2_with_another_tokenizer_is_scored_on_the_same_bytes(many, store, tm
     model = saved(tmp_path / "model", many)
     torch.manual_seed(1)
     config = GPT2Config(vocab_size=300, n_layer=1, n_head=2, n_embd=16, n_positions=12, initializer_range=0.3)
-    gpt2, theirs = GPT2LMHeadModel(config).eval(), store.load_tokenizer()
+    gpt2, gpt2_tokenizer = GPT2LMHeadModel(config).eval(), store.load_tokenizer()
     gpt2.save_pretrained(tmp_path / "gpt2")
-    theirs.save_pretrained(tmp_path / "gpt2")
+    gpt2_tokenizer.save_pretrained(tmp_path / "gpt2")
     arguments = (tmp_path / "model", "--data", many.folder, "--compare_with", tmp_path / "gpt2")
     panel = evaluated(capsys, *arguments, "--compare_documents", 31)["panel"]
     rows = {row["name"]: row for row in panel["rows"]}
-    tokens, offsets, ours = many.memory_map("val"), many.offsets("val"), many.load_tokenizer()
+    tokens, offsets, own_tokenizer = many.memory_map("val"), many.offsets("val"), many.load_tokenizer()
     chosen = np.linspace(0, len(offsets) - 2, 31).astype(int)
-    texts = [ours.decode(tokens[offsets[i] : offsets[i + 1] - 1].tolist()) for i in chosen]
+    texts = [own_tokenizer.decode(tokens[offsets[i] : offsets[i + 1] - 1].tolist()) for i in chosen]
     sizes = np.array([len(text.encode()) for text in texts])
-    bits = {"model": bits_of_documents(model, ours, texts, 16), "gpt2": bits_of_documents(gpt2, theirs, texts, 12)}
+    bits = {
+        "model": bits_of_documents(model, own_tokenizer, texts, 16),
+        "gpt2": bits_of_documents(gpt2, gpt2_tokenizer, texts, 12),
+    }
     for name, values in bits.items():
         row = rows[str(tmp_path / name)]
-        found = (row["bits_per_byte"], row["bits_per_byte_stderr"])
-        assert found == pytest.approx(ratio(np.array(values), sizes), abs=1e-6)
+        result = (row["bits_per_byte"], row["bits_per_byte_stderr"])
+        assert result == pytest.approx(ratio(np.array(values), sizes), abs=1e-6)
     row, difference = rows[str(tmp_path / "gpt2")], ratio(np.subtract(bits["gpt2"], bits["model"]), sizes)
     assert (row["difference"], row["difference_stderr"]) == pytest.approx(difference, abs=1e-6)
     assert panel["how"].startswith(f"All rows use the same {sizes.sum():,} bytes of 31 documents")
@@ -175,18 +179,18 @@ def test_ngrams_match_hand_computations_and_sum_to_one():
     trigram = NGram(np.concatenate([[5, 4], tokens[tokens < 5], [5]]), 7, 3)
     for first in range(7):
         for second in range(7):
-            after = [trigram.probabilities(np.array([first, second, third]))[2] for third in range(7)]
-            assert sum(after) == pytest.approx(1)
-            assert min(after) > 0
+            probabilities = [trigram.probabilities(np.array([first, second, third]))[2] for third in range(7)]
+            assert sum(probabilities) == pytest.approx(1)
+            assert min(probabilities) > 0
 
 
 def test_baselines_are_ngrams_on_a_subset_and_compressors(store, monkeypatch):
     monkeypatch.setattr(baselines, "FITTED_TOKENS", 1000)
     tokens = store.in_memory("train")
-    fitted = baselines.fitted_on(store)
-    assert len(fitted) == 1000
-    assert fitted[:50].tolist() == tokens[:50].tolist()
-    assert fitted[-50:].tolist() == tokens[-50:].tolist()
+    subset = baselines.fitted_on(store)
+    assert len(subset) == 1000
+    assert subset[:50].tolist() == tokens[:50].tolist()
+    assert subset[-50:].tolist() == tokens[-50:].tolist()
     bits = compressed_bits(b"a" * 100_000)
     assert bits["bzip2 -9"] == 8 * 47 / 100_000  # the size that the command of this name gives
     assert bits["xz -6"] == 8 * 148 / 100_000
@@ -198,13 +202,13 @@ def test_baselines_are_ngrams_on_a_subset_and_compressors(store, monkeypatch):
 def test_planted_span_is_found_at_its_position_and_an_absent_one_is_not(monkeypatch):
     monkeypatch.setattr(memorization, "BLOCK", 1000)
     tokens = np.random.default_rng(0).integers(0, 50_000, 5000).astype(np.uint16)
-    planted, edge = tokens[1234:1284].copy(), tokens[980:1030].copy()  # within a block and across its edge
-    changed = planted.copy()
-    changed[-1] += 1
-    again = np.concatenate([tokens, planted])
-    wanted = np.stack([planted, edge, changed, tokens[-50:], planted]).astype(np.int64)
-    assert find_spans(again[:5000], wanted, Accelerator()).tolist() == [1234, 980, -1, 4950, 1234]
-    assert find_spans(tokens[:40], wanted, Accelerator()).tolist() == [-1] * 5
+    span, edge = tokens[1234:1284].copy(), tokens[980:1030].copy()  # within a block and across its edge
+    changes = span.copy()
+    changes[-1] += 1
+    text = np.concatenate([tokens, span])
+    rows = np.stack([span, edge, changes, tokens[-50:], span]).astype(np.int64)
+    assert find_spans(text[:5000], rows, Accelerator()).tolist() == [1234, 980, -1, 4950, 1234]
+    assert find_spans(tokens[:40], rows, Accelerator()).tolist() == [-1] * 5
     hashes = hash_spans(tokens[:1000], 7)  # independent of a span's position
     assert len(hashes) == len(set(hashes.tolist())) == 994
     assert all(hash_spans(tokens[i : i + 7], 7)[0] == hashes[i] for i in range(0, 994, 50))
@@ -212,26 +216,26 @@ def test_planted_span_is_found_at_its_position_and_an_absent_one_is_not(monkeypa
 
 def test_memorization_looks_up_generated_text(letters, tmp_path, capsys):
     """All 27 spans of length 3 over three characters occur in 16,000 random characters, but no generated span of 60."""
-    saved(tmp_path / "model", letters, knows_nothing=True)
+    saved(tmp_path / "model", letters, is_uniform=True)
     arguments = (tmp_path / "model", "--data", letters.folder, "--memorization", "--memorization_texts", 4)
-    found = evaluated(capsys, *arguments, "--memorization_span", 3)["memorization"]
-    assert (found["share"], found["held_out_share"]) == (1.0, 1.0)
-    assert found["spans"] == found["held_out_spans"] == 4 * 254
-    place = found["example"]["token"]
+    result = evaluated(capsys, *arguments, "--memorization_span", 3)["memorization"]
+    assert (result["share"], result["held_out_share"]) == (1.0, 1.0)
+    assert result["spans"] == result["held_out_spans"] == 4 * 254
+    place = result["example"]["token"]
     text = letters.load_tokenizer().decode(letters.memory_map("train")[place : place + 3].tolist())
-    assert (found["example"]["text"], found["example"]["document"]) == (text, 0)
-    found = evaluated(capsys, *arguments, "--memorization_span", 60)["memorization"]
-    assert (found["share"], found["share_stderr"], found["example"]) == (0.0, 0.0, None)
+    assert (result["example"]["text"], result["example"]["document"]) == (text, 0)
+    result = evaluated(capsys, *arguments, "--memorization_span", 60)["memorization"]
+    assert (result["share"], result["share_stderr"], result["example"]) == (0.0, 0.0, None)
     arguments = (*arguments, "--memorization_span", 9)
     assert evaluated(capsys, *arguments) == evaluated(capsys, *arguments)
 
 
 def test_spans_end_at_the_end_of_a_document(many, tmp_path, capsys):
-    saved(tmp_path / "model", many, knows_nothing=True)
+    saved(tmp_path / "model", many, is_uniform=True)
     arguments = (tmp_path / "model", "--data", many.folder, "--memorization", "--memorization_span", 3)
-    found = evaluated(capsys, *arguments)["memorization"]
-    assert found["share"] < 0.01 < 0.1 < found["held_out_share"]
-    assert 64 * 50 < found["spans"] < 64 * 254  # one in 300 tokens is an end of text
+    result = evaluated(capsys, *arguments)["memorization"]
+    assert result["share"] < 0.01 < 0.1 < result["held_out_share"]
+    assert 64 * 50 < result["spans"] < 64 * 254  # one in 300 tokens is an end of text
 
 
 def test_run_keeps_evaluation_results(finished_copy, capsys):
@@ -240,8 +244,8 @@ def test_run_keeps_evaluation_results(finished_copy, capsys):
     folder = run / "evaluation"
     assert (folder / "panel.png").read_bytes().startswith(b"\x89PNG")
     results = evaluated(capsys, run, "--memorization", "--memorization_texts", 2, "--memorization_span", 4)
-    kept = json.loads((folder / "evaluation.json").read_text())
-    assert {"panel", "memorization", "eval_loss", "weights_sha256"} <= kept.keys()
+    content = json.loads((folder / "evaluation.json").read_text())
+    assert {"panel", "memorization", "eval_loss", "weights_sha256"} <= content.keys()
     page = (folder / "evaluation.md").read_text()
     assert all(words in page for words in ("| trigram |", "![Bits per byte, compared](panel.png)", "## Memorization"))
     report = (run / "report.md").read_text()
@@ -253,8 +257,8 @@ def test_run_keeps_evaluation_results(finished_copy, capsys):
     assert str(run) not in str(evaluation_of(RunFolder(run), run / "model"))
     assert evaluation_of(RunFolder(run), run / "checkpoints" / "step_00000003") is None
     evaluate.main([str(run)])  # not a terminal
-    shown = capsys.readouterr().out
-    assert all(word in shown for word in ("perplexity", "standard error", f"{results['eval_loss']:.4f}"))
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("perplexity", "standard error", f"{results['eval_loss']:.4f}"))
     evaluated(capsys, run, "--checkpoint", 3, "--memorization", "--memorization_texts", 2, "--memorization_span", 4)
     assert "panel" not in json.loads((folder / "evaluation.json").read_text())  # the panel was of other weights
     assert not (folder / "panel.png").exists()
@@ -269,26 +273,26 @@ def test_run_keeps_evaluation_results(finished_copy, capsys):
 
 def test_checkpoint_option_chooses_last_best_or_a_step(finished_copy, capsys):
     run = finished_copy
-    scored = {entry["step"]: entry for entry in metrics(run) if "eval_loss" in entry}
-    for wanted, step in (("last", 6), ("3", 3), ("best", min((6, 3), key=lambda step: scored[step]["eval_loss"]))):
-        result = evaluated(capsys, run, "--checkpoint", wanted)
+    evaluations = {entry["step"]: entry for entry in metrics(run) if "eval_loss" in entry}
+    for target, step in (("last", 6), ("3", 3), ("best", min((6, 3), key=lambda step: evaluations[step]["eval_loss"]))):
+        result = evaluated(capsys, run, "--checkpoint", target)
         assert result["model"] == str(run / "checkpoints" / f"step_{step:08}")
         for name in ("eval_loss", "eval_bits_per_byte", "eval_tokens"):  # the run scored itself the same way
-            assert result[name] == pytest.approx(scored[step][name], abs=1e-5)
+            assert result[name] == pytest.approx(evaluations[step][name], abs=1e-5)
 
 
 def test_invalid_inputs_are_refused_with_one_sentence(many, letters, tmp_path):
     saved(tmp_path / "model", many)
     saved(tmp_path / "letters", letters)
-    here = [str(tmp_path / "model"), "--data", str(many.folder)]
-    for more, sentence in (
-        (["--compare_with", here[0]], r"compare_with names a model twice"),
+    arguments = [str(tmp_path / "model"), "--data", str(many.folder)]
+    for options, sentence in (
+        (["--compare_with", arguments[0]], r"compare_with names a model twice"),
         (["--compare_with", "runs/none"], r"runs/none is neither a local folder nor a Hub id"),
         (["--compare_with", str(tmp_path / "letters")], r"its tokenizer does not know every character of the text"),
         (["--memorization", "--memorization_span", "300"], r"No document in .* has at least 300 tokens; use a smaller"),
         (["--checkpoint", "best"], r"is neither a run folder nor a checkpoint in one"),
     ):
-        assert_user_error(sentence, evaluate.main, [*here, *more])
+        assert_user_error(sentence, evaluate.main, [*arguments, *options])
 
 
 def test_model_is_scored_only_on_a_store_with_its_own_tokenizer(many, store, tmp_path):

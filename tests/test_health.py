@@ -40,11 +40,11 @@ def test_log_line_averages_finite_steps_and_too_many_other_steps_end_the_run(hea
     one.read(4)
     assert one.take_reading() == {"grad_norm": 1.0, "skipped_steps": 1}
     assert one.is_lost
-    other = health()
-    feed(other, 2.0, norm=math.inf)  # skipped, but not lost
-    other.read(1)
-    assert other.losses == [None]
-    assert not other.is_lost
+    second = health()
+    feed(second, 2.0, norm=math.inf)  # skipped, but not lost
+    second.read(1)
+    assert second.losses == [None]
+    assert not second.is_lost
     one = health(max_nonfinite_steps=3)
     feed(one, 2.0, math.nan, math.nan)
     one.read(3)
@@ -66,17 +66,17 @@ def test_spike_is_six_deviations_above_the_mean_and_independent_of_when_it_is_re
     feed(one, 3.0)
     assert one.read(205) is None
     assert len(one.losses) == WINDOW
-    other = health()  # with too few previous losses
-    feed(other, *noise(WINDOW // 2 - 1), 9.0)
-    assert other.read(WINDOW // 2) is None
+    second = health()  # with too few previous losses
+    feed(second, *noise(WINDOW // 2 - 1), 9.0)
+    assert second.read(WINDOW // 2) is None
     losses = [*noise(150), 5.0, *noise(20)]
-    whole, pieces = health(), health()
-    feed(whole, *losses)
-    expected = whole.read(len(losses))
-    found = []
+    batch_health, pieces = health(), health()
+    feed(batch_health, *losses)
+    expectation = batch_health.read(len(losses))
+    result = []
     for step, loss in enumerate(losses, start=1):
         feed(pieces, loss)
         if step % 7 == 0 or step == len(losses):
-            found.append(pieces.read(step))
-    assert [spike for spike in found if spike is not None] == [expected]
-    assert pieces.losses == whole.losses
+            result.append(pieces.read(step))
+    assert [spike for spike in result if spike is not None] == [expectation]
+    assert pieces.losses == batch_health.losses

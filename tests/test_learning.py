@@ -25,11 +25,12 @@ def test_gradients_of_zero_end_the_run_at_the_first_log_line(train, tmp_path, mo
 
 @pytest.mark.parametrize("settings", [{}, MODERN_RUN | MUON], ids=["adamw", "muon"])
 def test_weights_that_do_not_change_end_the_run(train, tmp_path, monkeypatch, settings):
-    """A run that learns is not stopped: after four steps, every parameter has a gradient, also if projections start at zero."""
+    """A run that learns is not stopped: after four steps, every parameter has a gradient, also if projections start at
+    zero."""
     train(tmp_path / "learns", logging_steps=4, **settings)
-    forward = GPT2ScratchMLP.forward
+    forward_pass = GPT2ScratchMLP.forward
     with monkeypatch.context() as patch:
-        patch.setattr(GPT2ScratchMLP, "forward", lambda self, x: forward(self, x).detach())
+        patch.setattr(GPT2ScratchMLP, "forward", lambda self, x: forward_pass(self, x).detach())
         number = "4 of 10" if settings else "12 of 28"
         sentence = rf"{number} parameters have no gradient or only zeros \(transformer.h.0"
         assert_one_sentence(sentence, train, tmp_path / "half", **settings)

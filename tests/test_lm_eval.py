@@ -1,4 +1,5 @@
-"""Tests of EleutherAI's lm-evaluation-harness with our folders and converted GPT-2 models, as docs/evaluation.md describes."""
+"""Tests of EleutherAI's lm-evaluation-harness with our folders and converted GPT-2 models, as docs/evaluation.md
+describes."""
 
 import json
 import math
@@ -41,9 +42,9 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 
 def write_tasks(folder) -> None:
     """Write the task from the documentation for the user's own text, and a multiple-choice task."""
-    documented = re.search(r"```yaml\n(.*?)```", DOCUMENTATION.read_text(), re.DOTALL)[1]
-    assert "tasks/held_out.jsonl" in documented
-    my_text = documented.replace("tasks/held_out.jsonl", f"{folder}/my_text.jsonl")
+    example = re.search(r"```yaml\n(.*?)```", DOCUMENTATION.read_text(), re.DOTALL)[1]
+    assert "tasks/held_out.jsonl" in example
+    my_text = example.replace("tasks/held_out.jsonl", f"{folder}/my_text.jsonl")
     for name, task, rows in (
         ("my_text", my_text, [{"text": page} for page in PAGES]),
         ("which", MULTIPLE_CHOICE.replace("FOLDER", str(folder)), CHOICES),
@@ -67,10 +68,10 @@ def models(tmp_path_factory, store):
     return {"checkpoint": checkpoint, "twin": folder / "twin"}
 
 
-def evaluated(model, tasks, *names: str, **more) -> dict:
+def evaluated(model, tasks, *names: str, **model_options) -> dict:
     """Return the results of the harness in this process, which does not read its thousands of tasks."""
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
-    options = "".join(f",{name}={value}" for name, value in more.items())
+    options = "".join(f",{name}={value}" for name, value in model_options.items())
     settings = {"model_args": f"pretrained={model},dtype=float32{options}", "device": "cpu", "batch_size": 4}
     return lm_eval.simple_evaluate(model="hf", tasks=list(names), task_manager=manager, **settings)
 
@@ -81,16 +82,17 @@ def nats_of(samples: list[dict]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def results(launch, models, tasks):
-    """For the checkpoint, by the documented command, and its twin: all results, and the log likelihoods of the choices."""
+    """For the checkpoint, by the documented command, and its twin: all results, and the log likelihoods of the
+    choices."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tasks / "home")}
     arguments = f"pretrained={models['checkpoint']},dtype=float32,trust_remote_code=True"
-    done = launch(
+    process = launch(
         *("-m", "lm_eval", "--model", "hf", "--model_args", arguments),
         *("--tasks", "my_text,which", "--include_path", tasks, "--batch_size", "4", "--device", "cpu"),
         *("--output_path", tasks / "checkpoint", "--log_samples"),
         **offline,
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     [summary] = (tasks / "checkpoint").glob("*/results_*.json")
     [samples] = (tasks / "checkpoint").glob("*/samples_which_*.jsonl")
     twin = evaluated(models["twin"], tasks, "my_text", "which")
@@ -102,16 +104,17 @@ def results(launch, models, tasks):
 
 @torch.no_grad()
 def bits_per_byte(folder, prefix: int | None = None) -> float:
-    """Compute the bits per byte of PAGES in windows that overlap by one token; the last window starts in scored tokens."""
+    """Compute the bits per byte of PAGES in windows that overlap by one token; the last window starts in scored
+    tokens."""
     model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
     context, nats = model.config.n_positions, 0.0
     for page in PAGES:
         ids = torch.tensor([tokenizer.bos_token_id if prefix is None else prefix, *tokenizer.encode(page)])
-        for scored in range(0, len(ids) - 1, context):
-            end = min(scored + context, len(ids) - 1)
+        for start in range(0, len(ids) - 1, context):
+            end = min(start + context, len(ids) - 1)
             window = ids[max(end - context, 0) : end + 1]
             losses = cross_entropy(model(window[None, :-1]).logits[0], window[1:], reduction="none")
-            nats += losses[scored - end :].sum().item()
+            nats += losses[start - end :].sum().item()
     return nats / math.log(2) / len("".join(PAGES).encode())
 
 
@@ -127,9 +130,9 @@ def test_a_checkpoint_and_its_converted_gpt2_get_the_same_results(results, model
     assert len(choices) == 6
     for task in ("my_text", "which"):
         assert numbers(checkpoint, task) == pytest.approx(numbers(twin, task), rel=1e-6)
-    measured = checkpoint["results"]["my_text"]["bits_per_byte,none"]
-    assert measured == pytest.approx(bits_per_byte(models["checkpoint"]), rel=1e-5)
-    assert 1.5 < measured < 3.5  # a uniform distribution over 300 tokens would give 3.5
+    value = checkpoint["results"]["my_text"]["bits_per_byte,none"]
+    assert value == pytest.approx(bits_per_byte(models["checkpoint"]), rel=1e-5)
+    assert 1.5 < value < 3.5  # a uniform distribution over 300 tokens would give 3.5
 
 
 def test_a_character_model_of_the_modern_family_uses_the_given_prefix_token(tasks, tmp_path):
@@ -146,15 +149,15 @@ def test_the_card_shows_harness_results_only_of_its_own_weights(results, models,
     evaluations = shutil.copytree(tasks / "checkpoint", checkpoint.parents[1] / "lm_eval")
     result, _ = results["checkpoint"]
     card = ModelCard(model_card(PublishedModel.read(checkpoint), Repository("me/tiny"), FolderArguments()))
-    listed = {(entry.dataset_name, entry.metric_type): entry for entry in card.data.eval_results}
-    assert set(listed) == {
+    entries = {(entry.dataset_name, entry.metric_type): entry for entry in card.data.eval_results}
+    assert set(entries) == {
         *(("held-out text of the training sources", metric) for metric in ("loss", "perplexity", "bits_per_byte")),
         *(("my_text", metric) for metric in ("bits_per_byte", "byte_perplexity", "word_perplexity")),
         *(("which", metric) for metric in ("acc", "acc_norm")),
     }
-    assert listed["which", "acc"].metric_value == result["results"]["which"]["acc,none"]
-    assert listed["which", "acc"].dataset_split == "test"
-    assert listed["which", "acc"].source_name == f"lm-eval {lm_eval.__version__}, 0-shot"
+    assert entries["which", "acc"].metric_value == result["results"]["which"]["acc,none"]
+    assert entries["which", "acc"].dataset_split == "test"
+    assert entries["which", "acc"].source_name == f"lm-eval {lm_eval.__version__}, 0-shot"
     assert "## Evaluation\n\n| task | metric | value | source |" in card.text
     [path] = evaluations.glob("*/results_*.json")
     path.write_text(path.read_text().replace("step_00000030", "step_00000015"))  # results of other weights
@@ -167,13 +170,13 @@ def test_evaluate_reports_the_results_of_lm_eval(results, models, tasks, store, 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_defaults: manager)
     for names in ("whi*", str(tasks / "my_text.yaml")):
         evaluate.main([str(run), "--tasks", names, "--per_device_eval_batch_size", "4"])
-    kept = json.loads((run / "evaluation" / "evaluation.json").read_text())["tasks"]
+    results_of_run = json.loads((run / "evaluation" / "evaluation.json").read_text())["tasks"]
     for task in ("my_text", "which"):
-        assert numbers(kept, task) == numbers(results["checkpoint"][0], task)
-    acc, stderr = (kept["results"]["which"][f"acc{name},none"] for name in ("", "_stderr"))
-    alone = shutil.copytree(run / "model", tmp_path / "alone")  # a model without a run
-    evaluate.main([str(alone), "--data", str(store.folder), "--tasks", "which"])
-    models = [PublishedModel.read(find_folder(folder, None)) for folder in (run, alone)]
+        assert numbers(results_of_run, task) == numbers(results["checkpoint"][0], task)
+    acc, stderr = (results_of_run["results"]["which"][f"acc{name},none"] for name in ("", "_stderr"))
+    model_folder = shutil.copytree(run / "model", tmp_path / "alone")  # a model without a run
+    evaluate.main([str(model_folder), "--data", str(store.folder), "--tasks", "which"])
+    models = [PublishedModel.read(find_folder(folder, None)) for folder in (run, model_folder)]
     cards = [model_card(published, Repository("me/tiny"), FolderArguments()) for published in models]
     for page in (*cards, (run / "report.md").read_text()):
         assert f"| which, acc | {acc:.4f} | {stderr:.4f} |\n" in page

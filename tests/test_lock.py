@@ -45,8 +45,8 @@ def refusal(folder) -> str:
 
 def test_a_second_process_is_refused_with_the_name_of_the_holder(start, tmp_path):
     run = tmp_path / "x"
-    holder, said = start(HOLD, run, 60)
-    assert said == "held"
+    holder, output = start(HOLD, run, 60)
+    assert output == "held"
     assert re.fullmatch(
         rf"{run} is in use by process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d; wait for it, stop it, "
         r"or use another --output_dir\.",
@@ -65,8 +65,8 @@ def test_lock_is_free_after_a_run_or_kill_9_and_is_reacquired_after_exec(start, 
     with RunLock(tmp_path / "x"):
         pass
     assert not (tmp_path / ".x.lock.txt").exists()
-    holder, said = start(BECOME_ANOTHER, tmp_path / "x", 60)
-    assert said == "held"
+    holder, output = start(BECOME_ANOTHER, tmp_path / "x", 60)
+    assert output == "held"
     assert f"process {holder.pid} on" in refusal(tmp_path / "x")
 
 
@@ -81,10 +81,10 @@ def test_leftover_lock_files_do_not_lock(tmp_path, content):
 
 def test_lock_waits_for_a_holder_that_ends(start, tmp_path):
     holder, _ = start(HOLD, tmp_path / "x", 1)
-    said = []
-    with RunLock(tmp_path / "x", said.append, patience=60):
-        assert said[0].startswith(f"{tmp_path / 'x'} is in use by process {holder.pid} on ")
-        assert said[0].endswith("; waiting up to 60 s for it to end ...")
+    output = []
+    with RunLock(tmp_path / "x", output.append, patience=60):
+        assert output[0].startswith(f"{tmp_path / 'x'} is in use by process {holder.pid} on ")
+        assert output[0].endswith("; waiting up to 60 s for it to end ...")
 
 
 def test_other_paths_of_a_folder_share_its_lock_and_an_unwritable_path_is_reported(tmp_path, monkeypatch):
@@ -103,8 +103,10 @@ def test_a_disk_without_flock_is_a_warning(tmp_path, monkeypatch):
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    said = []
+    output = []
     for _ in range(2):
-        with RunLock(tmp_path / "x", said.append):
+        with RunLock(tmp_path / "x", output.append):
             pass
-    assert said == [f"WARNING: The disk of {tmp_path / 'x'} has no locks: a second run in it would not be refused."] * 2
+    assert (
+        output == [f"WARNING: The disk of {tmp_path / 'x'} has no locks: a second run in it would not be refused."] * 2
+    )

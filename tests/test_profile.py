@@ -42,12 +42,12 @@ def test_kernels_and_operators_are_classified_by_name(category, name):
     assert classify(name) == category
 
 
-def event(name: str, start: float, end: float, inside: FunctionEvent | None = None, **more) -> FunctionEvent:
-    made = FunctionEvent(0, name, 1, start, end, **more)
-    if inside is not None:
-        inside.append_cpu_child(made)
-        made.set_cpu_parent(inside)
-    return made
+def event(name: str, start: float, end: float, parent: FunctionEvent | None = None, **options) -> FunctionEvent:
+    child = FunctionEvent(0, name, 1, start, end, **options)
+    if parent is not None:
+        parent.append_cpu_child(child)
+        child.set_cpu_parent(parent)
+    return child
 
 
 def test_device_time_is_that_of_kernels_and_copies_get_the_rest():
@@ -64,8 +64,8 @@ def test_device_time_is_that_of_kernels_and_copies_get_the_rest():
         event(copy, 500, 600, **gpu),
         event(ADAMW, 600, 900, **gpu),
     ]
-    spent = account(events, 1000)
-    assert spent == {
+    times = account(events, 1000)
+    assert times == {
         ("matmul", "nvjet_hsh"): 300,
         ("attention", CUDNN): 200,
         ("optimizer", ADAMW): 300,
@@ -73,16 +73,16 @@ def test_device_time_is_that_of_kernels_and_copies_get_the_rest():
         ("copies", copy): 50,
         ("idle", "idle"): 0,
     }
-    summary = summarize_profile(spent, 1000, 4, 5)
+    summary = summarize_profile(times, 1000, 4, 5)
     assert summary["step_ms"] == 0.5
-    expected = {"matmul": 0.15, "attention": 0.1, "optimizer": 0.15, "copies": 0.025, "communication": 0.075}
-    assert summary["ms"] == expected
+    expectation = {"matmul": 0.15, "attention": 0.1, "optimizer": 0.15, "copies": 0.025, "communication": 0.075}
+    assert summary["ms"] == expectation
     assert summary["attention"] == [CUDNN]
     assert account(events, 2000)["idle", "idle"] == 800
-    shown = table(summary).splitlines()
-    assert shown[4:6] == ["        0.03 ms   5.0%  copies", "        0.07 ms  15.0%  communication"]
-    assert shown[9] == f"        0.15 ms  30.0%  optimizer     {ADAMW[:45]}…{ADAMW[-26:]}"
-    assert shown[-1] == f"Attention ran in {CUDNN}."
+    text = table(summary).splitlines()
+    assert text[4:6] == ["        0.03 ms   5.0%  copies", "        0.07 ms  15.0%  communication"]
+    assert text[9] == f"        0.15 ms  30.0%  optimizer     {ADAMW[:45]}…{ADAMW[-26:]}"
+    assert text[-1] == f"Attention ran in {CUDNN}."
 
 
 def test_cpu_time_counts_for_the_innermost_operator():
@@ -113,15 +113,15 @@ def test_profiling_does_not_change_the_run(train, tmp_path, capsys):
     plain = train(tmp_path / "plain", **settings)
     capsys.readouterr()
     run = train(tmp_path / "run", "--profile", **settings)
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert_same_run(plain, run)
 
     summary = summary_of(run)
     assert (summary["first_step"], summary["last_step"]) == (4, 6)
     assert_adds_up(summary)
     assert "aten::_scaled_dot_product_flash_attention_for_cpu" in summary["attention"]
-    assert table(summary) in said.out
-    assert f"Trace: {run / 'profile' / 'trace.json.gz'}; open it at https://ui.perfetto.dev." in said.out
+    assert table(summary) in output.out
+    assert f"Trace: {run / 'profile' / 'trace.json.gz'}; open it at https://ui.perfetto.dev." in output.out
     trace = json.loads(gzip.decompress((run / "profile" / "trace.json.gz").read_bytes()))
     names = [event.get("name") for event in trace["traceEvents"]]
     assert {"data", "forward", "backward", "optimizer", "aten::addmm"} <= set(names)
@@ -145,5 +145,5 @@ def test_a_resumed_run_is_profiled_from_its_start(train, tmp_path, capsys):
 def test_compiled_kernels_are_named(train, tmp_path):
     summary = summary_of(train(tmp_path / "run", "--profile", torch_compile="true", n_layer=1, eval_strategy="no"))
     assert_adds_up(summary)
-    compiled = [kernel for kernel in summary["kernels"] if "cpp_fused_" in kernel["name"]]
-    assert {kernel["category"] for kernel in compiled} == {"elementwise", "loss"}
+    kernels = [kernel for kernel in summary["kernels"] if "cpp_fused_" in kernel["name"]]
+    assert {kernel["category"] for kernel in kernels} == {"elementwise", "loss"}

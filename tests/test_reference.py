@@ -29,19 +29,21 @@ def test_a_run_of_the_same_settings_and_text_is_compared_and_others_are_not(fini
     run = trained(store, tmp_path / "run", seed=2)
     losses = [entry["eval_loss"] for entry in metrics(run) if "eval_loss" in entry]
     difference = losses[1] - curve[1]["eval_loss"]
-    expected = f"{abs(difference):.2f} {'above' if difference > 0 else 'below'} the reference tiny at 0.000384M tokens"
+    expectation = (
+        f"{abs(difference):.2f} {'above' if difference > 0 else 'below'} the reference tiny at 0.000384M tokens"
+    )
     out = capsys.readouterr().out
-    assert expected in out
+    assert expectation in out
     assert re.findall(r"(\w)\.jsonl is damaged \(.+\), so no run is compared with it\.\n", out) == list("abcde")
-    assert f"Last validation loss: {expected} (`presets/reference/`)." in (run / "report.md").read_text()
-    other = trained(store, tmp_path / "other", learning_rate=0.02)
-    assert "the reference" not in capsys.readouterr().out + (other / "report.md").read_text()
+    assert f"Last validation loss: {expectation} (`presets/reference/`)." in (run / "report.md").read_text()
+    second = trained(store, tmp_path / "other", learning_rate=0.02)
+    assert "the reference" not in capsys.readouterr().out + (second / "report.md").read_text()
 
 
 def test_losses_between_validations_are_interpolated_and_silent_beyond_the_curve():
     curve = Reference("x", [10, 20], [3.0, 2.0], 1_000_000)
     assert curve.compared({"step": 15, "eval_loss": 2.75}) == "0.25 above the reference x at 15M tokens"
-    sampled = {"step": 20, "eval_loss": 9.0, "eval_sampled_loss": 1.9}
-    assert curve.compared(sampled) == "0.10 below the reference x at 20M tokens"
+    sample_entry = {"step": 20, "eval_loss": 9.0, "eval_sampled_loss": 1.9}
+    assert curve.compared(sample_entry) == "0.10 below the reference x at 20M tokens"
     assert curve.compared({"step": 20, "eval_loss": 2.004}) == "within 0.01 of the reference x at 20M tokens"
     assert curve.compared({"step": 21, "eval_loss": 2.0}) == ""

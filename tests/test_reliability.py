@@ -1,4 +1,5 @@
-"""Reliability: kills, stops, memory and disk errors and damaged files, with real processes; the final weights are equal."""
+"""Reliability: kills, stops, memory and disk errors and damaged files, with real processes; the final weights are
+equal."""
 
 import itertools
 import json
@@ -61,9 +62,9 @@ def run(finished_copy):
 
 @pytest.fixture
 def start(spawn, store):
-    def begin(output_dir: Path, *more: str, launch=(), threads: str | None = "1", **settings) -> subprocess.Popen:
+    def begin(output_dir: Path, *options: str, launch=(), threads: str | None = "1", **settings) -> subprocess.Popen:
         settings = {"data": store.folder, "output_dir": output_dir, **TINY, **settings}
-        return spawn(*launch, "train_accelerate.py", *flags(**settings), *more, OMP_NUM_THREADS=threads)
+        return spawn(*launch, "train_accelerate.py", *flags(**settings), *options, OMP_NUM_THREADS=threads)
 
     return begin
 
@@ -78,13 +79,13 @@ def test_a_run_killed_at_random_moments_loses_nothing(train, start, tmp_path):
     run, chance = tmp_path / "killed", random.Random(0)
     newest = 0
     for _ in range(5):
-        before = newest
-        kill_after_a_save(start(run, **LONG), run, before, chance.uniform(0.0, 0.3))
+        original = newest
+        kill_after_a_save(start(run, **LONG), run, original, chance.uniform(0.0, 0.3))
         complete = complete_checkpoints(run / "checkpoints")
         assert complete
         assert all(damage(checkpoint) is None for checkpoint in complete)
         newest = RunFolder(run).newest_step()
-        assert newest >= before
+        assert newest >= original
     train(run, **LONG)
     assert_same_run(straight, run)
     assert [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")] == []
@@ -98,20 +99,20 @@ def test_a_killed_run_ends_with_the_same_weights_at_default_settings(start, tmp_
     """Compiled if there is a C++ compiler, in the device's precision, on two threads; the sizes work for both."""
     settings = {"torch_compile": None, "mixed_precision": None, "n_layer": 1, "n_embd": 96, "n_positions": 64}
     settings |= {**DROPOUT, "tokens_per_step": 1024, "max_steps": 24, "save_steps": 4, "eval_steps": 12, "threads": "2"}
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    straight, killed_run = tmp_path / "straight", tmp_path / "killed"
     output, errors = start(straight, **settings).communicate(timeout=1200)
     assert "CPU (2 threads)" in output, errors
-    kill_after_a_save(start(killed, **settings), killed, 0, 0.1)
-    newest = RunFolder(killed).newest_step()
+    kill_after_a_save(start(killed_run, **settings), killed_run, 0, 0.1)
+    newest = RunFolder(killed_run).newest_step()
     assert 0 < newest < 24
-    assert start(killed, **settings).wait(1200) == 0
-    assert_equal(weights(straight), weights(killed))
-    expected, found = ([line for line in untimed(run) if line["step"] > newest] for run in (straight, killed))
-    assert found == expected
+    assert start(killed_run, **settings).wait(1200) == 0
+    assert_equal(weights(straight), weights(killed_run))
+    expectation, result = ([line for line in untimed(run) if line["step"] > newest] for run in (straight, killed_run))
+    assert result == expectation
 
 
-def kill_after_a_save(process: subprocess.Popen, run: Path, before: int, seconds: float) -> None:
-    wait_until(lambda: RunFolder(run).newest_step() > before or process.poll() is not None)
+def kill_after_a_save(process: subprocess.Popen, run: Path, original: int, seconds: float) -> None:
+    wait_until(lambda: RunFolder(run).newest_step() > original or process.poll() is not None)
     time.sleep(seconds)
     process.kill()
     process.wait()
@@ -130,8 +131,8 @@ def test_work_interrupted_by_a_kill_is_completed(finished, run, train):
     assert_same_run(finished, run)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
     shutil.rmtree(run / "checkpoints" / "step_00000006")
-    before = (run / "metrics.jsonl").read_text().splitlines()
-    (run / "metrics.jsonl").write_text("\n".join(before[:3]) + "\n")  # killed between save and validation
+    original = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(original[:3]) + "\n")  # killed between save and validation
     train(run)
     assert_same_run(finished, run)
 
@@ -157,22 +158,22 @@ def test_a_deleted_run_folder_ends_in_one_sentence(start, tmp_path):
 
 
 def test_a_branch_does_not_change_its_run_and_the_same_command_resumes_it(run, train, tmp_path):
-    named = ("--resume_from_checkpoint", str(run / "checkpoints" / "step_00000003"))
-    other = train(tmp_path / "other", max_steps=1)
-    assert_user_error("other contains another run", train, other, *named)
-    assert_user_error("continued from step_00000003 to step_00000006", train, run, *named)
-    branch = train(tmp_path / "branch", *named)
+    arguments = ("--resume_from_checkpoint", str(run / "checkpoints" / "step_00000003"))
+    second = train(tmp_path / "other", max_steps=1)
+    assert_user_error("other contains another run", train, second, *arguments)
+    assert_user_error("continued from step_00000003 to step_00000006", train, run, *arguments)
+    branch = train(tmp_path / "branch", *arguments)
     assert_equal(weights(run), weights(branch))
     assert [entry["step"] for entry in metrics(branch) if "loss" in entry] == [4, 5, 6]
     shutil.rmtree(branch / "checkpoints" / "step_00000006")
     (branch / "checkpoints" / "step_00000003").mkdir()  # a state that no killed run leaves
-    assert_user_error("damaged", train, branch, *named)
+    assert_user_error("damaged", train, branch, *arguments)
     shutil.rmtree(branch / "checkpoints" / "step_00000003")
     shutil.rmtree(branch / "model")  # otherwise refused
-    train(branch, *named)
+    train(branch, *arguments)
     assert_equal(weights(run), weights(branch))
-    train(branch, *named)  # finished
-    assert_user_error(r"contains another run \(learning_rate", train, branch, *named, learning_rate=0.02)
+    train(branch, *arguments)  # finished
+    assert_user_error(r"contains another run \(learning_rate", train, branch, *arguments, learning_rate=0.02)
 
 
 def test_python_and_accelerate_launch_give_the_same_run(start, tmp_path):
@@ -189,21 +190,26 @@ def test_python_and_accelerate_launch_give_the_same_run(start, tmp_path):
 
 
 def test_a_launcher_that_starts_one_process_instead_of_two_is_refused(launch, tmp_path):
-    alone = ("--cpu", "--num_processes", "2")
-    result = launch(*ACCELERATE, *alone, "train_accelerate.py", "--output_dir", tmp_path / "run")
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("error: accelerate launch was asked for several processes but started one")
+    launcher_flags = ("--cpu", "--num_processes", "2")
+    result = launch(*ACCELERATE, *launcher_flags, "train_accelerate.py", "--output_dir", tmp_path / "run")
+    sentence = result.stderr.splitlines()[-1]
+    assert sentence.startswith("error: accelerate launch was asked for several processes but started one")
     assert (result.returncode, list(tmp_path.iterdir())) == (1, [])
 
 
 def test_resume_command_names_the_launch_file(launch):
-    code = "import os, training.runtime.launcher; os.environ['RANK'] == '0' and print(training.runtime.launcher.launch_command())"
+    code = (
+        "import os, training.runtime.launcher; os.environ['RANK'] == '0' and "
+        "print(training.runtime.launcher.launch_command())"
+    )
     for file, options in (
         ("launch/two_cpu_processes.yaml", "--config_file launch/two_cpu_processes.yaml --num_processes 2"),
         (None, "--num_processes 2"),
     ):
-        how = ("--config_file", file) if file else ("--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
-        command = (*ACCELERATE, *how, "--no_python", sys.executable, "-c", code)
+        arguments = (
+            ("--config_file", file) if file else ("--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
+        )
+        command = (*ACCELERATE, *arguments, "--no_python", sys.executable, "-c", code)
         result = launch(*command, ACCELERATE_USE_CPU="true")
         assert result.stdout == f"accelerate launch --quiet {options} train_accelerate.py\n", result.stderr
 
@@ -212,20 +218,20 @@ def test_sigterm_and_ctrl_c_save_print_the_resume_command_and_the_run_resumes_ex
     settings = {**LONG, "save_steps": 1000}
     straight, run = train(tmp_path / "straight", **settings), tmp_path / "run"
     ctrl_c = " Press Ctrl-C again to end the run immediately, without saving."
-    for name, more, exit_code in (("SIGTERM", "", 143), ("SIGINT", ctrl_c, 130)):
-        before, process = steps_logged(run), start(run, **settings)
-        wait_until(lambda before=before: steps_logged(run) >= before + 4)
+    for name, options, exit_code in (("SIGTERM", "", 143), ("SIGINT", ctrl_c, 130)):
+        original, process = steps_logged(run), start(run, **settings)
+        wait_until(lambda original=original: steps_logged(run) >= original + 4)
         process.terminate() if name == "SIGTERM" else os.killpg(process.pid, signal.SIGINT)
         output, errors = process.communicate(timeout=600)
-        assert (process.returncode, errors) == (exit_code, f"Stopping after this step ({name}) and saving.{more}\n")
+        assert (process.returncode, errors) == (exit_code, f"Stopping after this step ({name}) and saving.{options}\n")
         step = steps_logged(run)
-        last = run / "checkpoints" / f"step_{step:08}"
+        newest = run / "checkpoints" / f"step_{step:08}"
         assert output.endswith(
-            f"\nStopped after step {step} of 150 ({name}); {last} is the last good checkpoint. To resume, run the same "
-            f"command again, or:\n  python train_accelerate.py --resume_from_checkpoint {run}\n"
+            f"\nStopped after step {step} of 150 ({name}); {newest} is the last good checkpoint. To resume, run the "
+            f"same command again, or:\n  python train_accelerate.py --resume_from_checkpoint {run}\n"
         )
         assert [status(run)[key] for key in ("state", "reason", "step")] == ["stopped", name, step]
-        assert damage(last) is None
+        assert damage(newest) is None
     train(run, **settings)
     assert_same_run(straight, run)
 
@@ -256,23 +262,23 @@ LARGE = {"tokens_per_step": 262144, "max_steps": 2, "save_steps": 1, "eval_strat
 def test_out_of_memory_halves_the_micro_batch_in_a_fresh_process(launch, store, train, tmp_path):
     run = tmp_path / "run"
     settings = TINY | LARGE
-    # One arena, because each one reserves 64 MB of the address space. Half of the micro-batch fits with 100 MB to spare for
-    # other work (saving, the plot); the whole micro-batch exceeds the limit by as much.
-    starved = partial(launch, "-c", LIMITED % STARVED, MALLOC_ARENA_MAX="1")
-    result = starved(*flags(data=store.folder, output_dir=run, **settings))
+    # One arena, because each one reserves 64 MB of the address space. Half of the micro-batch fits with 100 MB to spare
+    # for other work (saving, the plot); the whole micro-batch exceeds the limit by as much.
+    limited_launch = partial(launch, "-c", LIMITED % STARVED, MALLOC_ARENA_MAX="1")
+    result = limited_launch(*flags(data=store.folder, output_dir=run, **settings))
     assert result.returncode == 0, result.stderr
     assert "Out of memory with a micro-batch of 16384" in result.stdout
     batches = [event["batches"] for event in lines(run / "events.jsonl") if event["event"] in ("begun", "resumed")]
     assert batches[-1]["micro_batch"] * batches[-1]["accumulation"] == 16384
     assert batches[-1]["micro_batch"] < 16384
     plenty = train(tmp_path / "plenty", **settings | {"per_device_train_batch_size": 16384})
-    ours, theirs = ([entry["loss"] for entry in untimed(path) if "loss" in entry] for path in (run, plenty))
-    assert ours == pytest.approx(theirs, abs=1e-6)
+    actual, reference = ([entry["loss"] for entry in untimed(path) if "loss" in entry] for path in (run, plenty))
+    assert actual == pytest.approx(reference, abs=1e-6)
     settings |= {"output_dir": tmp_path / "other", "per_device_train_batch_size": 16384}
-    refused = starved(*flags(data=store.folder, **settings))
-    assert refused.returncode == 1
-    assert "Resume with --per_device_train_batch_size 8192, or auto" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    refusal = limited_launch(*flags(data=store.folder, **settings))
+    assert refusal.returncode == 1
+    assert "Resume with --per_device_train_batch_size 8192, or auto" in refusal.stderr
+    assert "Traceback" not in refusal.stderr
 
 
 def test_out_of_memory_in_one_process_of_two_halves_the_micro_batch_of_both(launch, store, tmp_path):
@@ -330,14 +336,14 @@ def all_files(checkpoint: Path) -> list[Path]:
 def test_every_missing_truncated_or_changed_file_is_detected(run):
     checkpoint = run / "checkpoints" / "step_00000006"
     files = all_files(checkpoint)
-    needed = {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
-    assert needed <= {path.name for path in files}
+    names = {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
+    assert names <= {path.name for path in files}
     for path in files:
         content = path.read_bytes()
-        for harmed in (None, content[: len(content) // 2], bytes([content[0] ^ 1]) + content[1:]):
+        for variants in (None, content[: len(content) // 2], bytes([content[0] ^ 1]) + content[1:]):
             path.unlink()
-            if harmed is not None:
-                path.write_bytes(harmed)
+            if variants is not None:
+                path.write_bytes(variants)
             assert damage(checkpoint) is not None, path.name
             assert RunFolder(run).newest_checkpoint(lambda text: None).name == "step_00000003"
             path.write_bytes(content)
@@ -362,11 +368,11 @@ def test_pickles_are_never_loaded(run, train, tmp_path):
 
 
 def test_file_modes_follow_the_umask(train, tmp_path):
-    before = os.umask(0o027)
+    original = os.umask(0o027)
     try:
         run = train(tmp_path / "run", max_steps=1)
     finally:
-        os.umask(before)
+        os.umask(original)
     for path in all_files(run / "checkpoints" / "step_00000001"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o640, path.name
 
@@ -383,13 +389,13 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.parametrize(("change", "expected"), NONSENSE)
-def test_an_invalid_training_state_is_refused(run, train, change, expected):
+@pytest.mark.parametrize(("change", "expectation"), NONSENSE)
+def test_an_invalid_training_state_is_refused(run, train, change, expectation):
     checkpoint = run / "checkpoints" / "step_00000006"
     state = checkpoint / "training_state" / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | change))
     seal(checkpoint)
-    sentence = f"state.json cannot be read .*{expected}"
+    sentence = f"state.json cannot be read .*{expectation}"
     assert_user_error(sentence, train, None, resume_from_checkpoint=run, max_steps=8)
 
 
@@ -398,26 +404,26 @@ NO_TENSORS = [(file, content) for file in (*TENSORS, "config.json") for content 
 
 
 @pytest.mark.parametrize(
-    ("file", "how"),
+    ("file", "harm"),
     [*itertools.product(TENSORS, ("not finite", "bfloat16", r"\(15,\)", "does not fit")), *NO_TENSORS],
 )
-def test_invalid_checkpoint_files_are_refused(run, train, file, how):
+def test_invalid_checkpoint_files_are_refused(run, train, file, harm):
     """The manifest matches the invalid file."""
     path = run / "checkpoints" / "step_00000006" / file
-    if isinstance(how, bytes):
-        path.write_bytes(how)
-        how = f"{path.name} (cannot be read|is not a configuration)"
+    if isinstance(harm, bytes):
+        path.write_bytes(harm)
+        harm = f"{path.name} (cannot be read|is not a configuration)"
     else:
         tensors = load_file(path)
         name = next(name for name in tensors if "ln_f.weight" in name and "step" not in name)
         tensor = tensors.pop(name)
-        if how != "does not fit":
-            harmed = {"not finite": tensor * float("nan"), "bfloat16": tensor.bfloat16()}
-            tensors[name] = harmed.get(how, tensor.flatten()[:-1])
+        if harm != "does not fit":
+            variants = {"not finite": tensor * float("nan"), "bfloat16": tensor.bfloat16()}
+            tensors[name] = variants.get(harm, tensor.flatten()[:-1])
         save_file(tensors, path)
-        how = rf"{path.name}.* {how}.*transformer\.ln_f|{path.name}: transformer\.ln_f\.weight.* is .*{how}"
+        harm = rf"{path.name}.* {harm}.*transformer\.ln_f|{path.name}: transformer\.ln_f\.weight.* is .*{harm}"
     seal(path.parents[file.count("/")])
-    assert_user_error(how, train, None, "--resume_from_checkpoint", str(run), max_steps=8)
+    assert_user_error(harm, train, None, "--resume_from_checkpoint", str(run), max_steps=8)
 
 
 def test_user_notes_and_links_in_the_run_folder_are_harmless(run, train, tmp_path):
@@ -469,9 +475,9 @@ def test_rollback_skips_the_batches_of_a_spike(launch, noisy_store, tmp_path):
     assert result.returncode == 0, result.stderr
     events = lines(run / "events.jsonl")
     spike = next(event for event in events if event["event"] == "spike")
-    resumed = next(event for event in events[events.index(spike) :] if event["event"] == "resumed")
-    assert resumed["step"] == (spike["step"] - 2) // 50 * 50
-    assert "skipping samples" in resumed["because"]
+    resume = next(event for event in events[events.index(spike) :] if event["event"] == "resumed")
+    assert resume["step"] == (spike["step"] - 2) // 50 * 50
+    assert "skipping samples" in resume["because"]
     state = json.loads((run / "checkpoints" / "step_00000400" / "training_state" / "state.json").read_text())
     first, end = state["position"]["passed_over"][0]
     assert first == (spike["step"] - 2) * 8
@@ -482,17 +488,17 @@ def test_rollback_skips_the_batches_of_a_spike(launch, noisy_store, tmp_path):
 
 def test_all_changed_settings_are_refused_in_one_message(run, train, tmp_path):
     (tmp_path / "other.txt").write_text(prose(99))
-    other = tokenized(tmp_path / "other.txt", tmp_path / "store", vocab_size=290)
-    before = (run / "metrics.jsonl").read_text()
+    second = tokenized(tmp_path / "other.txt", tmp_path / "store", vocab_size=290)
+    original = (run / "metrics.jsonl").read_text()
     settings = {"n_layer": 3, "n_head": 4, "n_positions": 32, "tokens_per_step": 128}
     settings |= {"mixed_precision": "bf16", "seed": 1}
-    problems = error_of(train, None, resume_from_checkpoint=run, data=other.folder, max_steps=9, **settings)
-    changed = {"vocab_size": (300, 290), "n_layer": (2, 3), "n_head": (2, 4), "n_positions": (16, 32)}
-    changed |= {"seed": (1337, 1), "tokens_per_step": (64, 128), "mixed_precision": ("no", "bf16")}
-    expected = [f"{name} changed from {old} to {new}" for name, (old, new) in changed.items()]
-    for words in (*expected, "the token store has other tokens", "tokenizer"):
+    problems = error_of(train, None, resume_from_checkpoint=run, data=second.folder, max_steps=9, **settings)
+    changes = {"vocab_size": (300, 290), "n_layer": (2, 3), "n_head": (2, 4), "n_positions": (16, 32)}
+    changes |= {"seed": (1337, 1), "tokens_per_step": (64, 128), "mixed_precision": ("no", "bf16")}
+    expectation = [f"{name} changed from {old} to {new}" for name, (old, new) in changes.items()]
+    for words in (*expectation, "the token store has other tokens", "tokenizer"):
         assert words in problems
-    assert (run / "metrics.jsonl").read_text() == before
+    assert (run / "metrics.jsonl").read_text() == original
     command = ("--resume_from_checkpoint", str(run), "--allow_change")
     assert_user_error(r"'nonsense'; it may name data, .*, n_head, ", train, None, *command, "n_embd,nonsense")
     sentence = r"n_embd changed from \d+ to 32, so its weights do not fit; start a new run"
@@ -500,15 +506,15 @@ def test_all_changed_settings_are_refused_in_one_message(run, train, tmp_path):
 
 
 def test_settings_in_allow_change_may_change(run, train, capsys):
-    allowed = ("--allow_change", "tokens_per_step,seed", "mixed_precision")
-    changed = {"tokens_per_step": 128, "seed": 1, "mixed_precision": "bf16", "learning_rate": 0.02, "max_steps": 8}
-    train(None, "--resume_from_checkpoint", str(run), *allowed, **changed)
-    said = capsys.readouterr().out
+    permission = ("--allow_change", "tokens_per_step,seed", "mixed_precision")
+    changes = {"tokens_per_step": 128, "seed": 1, "mixed_precision": "bf16", "learning_rate": 0.02, "max_steps": 8}
+    train(None, "--resume_from_checkpoint", str(run), *permission, **changes)
+    output = capsys.readouterr().out
     rate = "learning_rate changed from 0.01 to 0.02"
     for change in ("tokens_per_step changed from 64 to 128", rate, "max_steps changed from 6 to 8"):
-        assert f"Change:  {change}" in said
-    resumed = next(event for event in reversed(lines(run / "events.jsonl")) if event["event"] == "resumed")
-    assert rate in resumed["changes"]
+        assert f"Change:  {change}" in output
+    resume = next(event for event in reversed(lines(run / "events.jsonl")) if event["event"] == "resumed")
+    assert rate in resume["changes"]
     assert [entry["tokens"] for entry in lines(run / "metrics.jsonl") if "loss" in entry][-3:] == [384, 512, 640]
 
 
@@ -525,17 +531,17 @@ def test_report_and_card_list_every_change_with_its_step(run, train, tmp_path):
     shutil.rmtree(checkpoint)  # as if killed before it was written: the changes after step 6 are repeated
     train(None, "--resume_from_checkpoint", str(run), max_steps=9, learning_rate=0.03)
     train(None, "--resume_from_checkpoint", str(run), max_steps=12, learning_rate=0.04)
-    twice = [
+    changes_of_run = [
         "step 6: max_steps changed from 6 to 9",
         "step 6: learning_rate changed from 0.01 to 0.03",
         "step 9: max_steps changed from 9 to 12",
         "step 9: learning_rate changed from 0.03 to 0.04",
     ]
-    assert changes_of((run / "report.md").read_text()) == twice
+    assert changes_of((run / "report.md").read_text()) == changes_of_run
     branch = train(tmp_path / "branch", "--resume_from_checkpoint", str(checkpoint), max_steps=12, learning_rate=0.05)
-    once = twice[:3] + ["step 9: learning_rate changed from 0.03 to 0.05"]
-    assert changes_of((branch / "report.md").read_text()) == once
-    for folder, changes in ((run, twice), (branch, once)):
+    changes_of_branch = changes_of_run[:3] + ["step 9: learning_rate changed from 0.03 to 0.05"]
+    assert changes_of((branch / "report.md").read_text()) == changes_of_branch
+    for folder, changes in ((run, changes_of_run), (branch, changes_of_branch)):
         published = PublishedModel.read(find_folder(folder, None))
         assert changes_of(model_card(published, Repository("me/tiny"), FolderArguments())) == changes
 
@@ -561,7 +567,8 @@ def test_a_finished_run_updates_its_backup(run, train, tmp_path):
 
 
 def test_a_preempted_run_continues_on_an_empty_machine(train, start, tmp_path):
-    """The launcher and its processes are killed at once, and only the backup is left, as with a spot instance and a bucket."""
+    """The launcher and its processes are killed at once, and only the backup is left, as with a spot instance and a
+    bucket."""
     settings = LONG | {"max_steps": 60, "save_steps": 4, "eval_steps": 20}
     straight, run, drive = train(tmp_path / "straight", **settings), tmp_path / "machine" / "run", tmp_path / "drive"
     drive.mkdir()

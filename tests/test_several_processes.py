@@ -71,8 +71,8 @@ def runs(launch, store, tmp_path_factory) -> Path:
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("passed: check_") == 10
     assert result.stdout.count("2 processes, model and optimizer sharded") == 8
-    compiled = decide(DeviceArguments(), TINY["n_positions"]).torch_compile
-    assert result.stdout.count(", compiled, ") == (3 if compiled else 0)
+    is_compiled = decide(DeviceArguments(), TINY["n_positions"]).torch_compile
+    assert result.stdout.count(", compiled, ") == (3 if is_compiled else 0)
     assert result.stdout.count("Time per step (steps 4 to 6)") == 1
     for name in ("fsdp", "ddp"):
         checkpoint = folder / name / "checkpoints" / "step_00000003"
@@ -81,15 +81,15 @@ def runs(launch, store, tmp_path_factory) -> Path:
 
 
 def numbers(run: Path) -> dict[tuple[int, str], float]:
-    compared = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_tokens")
-    return {(entry["step"], name): entry[name] for entry in metrics(run) for name in compared if name in entry}
+    comparison = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_tokens")
+    return {(entry["step"], name): entry[name] for entry in metrics(run) for name in comparison if name in entry}
 
 
-def assert_same(run: Path, expected: Path, tolerance: float = 1e-6) -> None:
-    ours, theirs = numbers(run), numbers(expected)
-    for key, value in ours.items():
-        assert value == pytest.approx(theirs[key], abs=tolerance), key
-    assert (6, "eval_loss") in ours
+def assert_same(run: Path, expectation: Path, tolerance: float = 1e-6) -> None:
+    actual, reference = numbers(run), numbers(expectation)
+    for key, value in actual.items():
+        assert value == pytest.approx(reference[key], abs=tolerance), key
+    assert (6, "eval_loss") in actual
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp_offloaded"])
@@ -107,8 +107,8 @@ def test_a_run_resumes_with_another_number_of_processes(runs, name):
 
 
 def test_three_processes_resume_from_two_with_the_fsdp2_yaml(launch, store, runs):
-    resumed = run(store, runs / "three", {}, resume_from=runs / "fsdp")
-    three = ("--num_processes", "3", "train_accelerate.py", *resumed["arguments"])
+    resume = run(store, runs / "three", {}, resume_from=runs / "fsdp")
+    three = ("--num_processes", "3", "train_accelerate.py", *resume["arguments"])
     result = launch(*ACCELERATE, "--config_file", "launch/fsdp2.yaml", *three, ACCELERATE_USE_CPU="true")
     assert result.returncode == 0, result.stderr
     assert "3 processes, model and optimizer sharded" in result.stdout
@@ -118,10 +118,10 @@ def test_three_processes_resume_from_two_with_the_fsdp2_yaml(launch, store, runs
 @pytest.mark.parametrize("name", ["ddp_defaults", "fsdp_defaults"])
 def test_two_processes_train_at_default_settings(runs, name):
     """Compiled, with the device's precision, which may be bf16."""
-    ours, expected = numbers(runs / name), numbers(runs / "alone")
-    assert ours.keys() == expected.keys()
+    actual, expectation = numbers(runs / name), numbers(runs / "alone")
+    assert actual.keys() == expectation.keys()
     for step in range(1, 7):
-        assert ours[step, "loss"] == pytest.approx(expected[step, "loss"], abs=2e-2)
+        assert actual[step, "loss"] == pytest.approx(expectation[step, "loss"], abs=2e-2)
 
 
 def test_two_processes_resume_bitwise_at_default_settings(runs):
@@ -137,31 +137,32 @@ def test_muon_on_two_processes_trains_like_on_one_and_resumes_bit_for_bit(runs, 
 
 def shapes(path: Path) -> dict[str, tuple]:
     with safe_open(path, framework="pt") as file:
-        return {name: (file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [("fsdp", "ddp"), ("ddp", "alone"), ("fsdp_tied", "alone_tied")])
-def test_checkpoints_are_equal_for_all_kinds_of_processes(runs, ours, theirs):
-    ours, theirs = (runs / name / "checkpoints" / "step_00000006" for name in (ours, theirs))
-    files = {path.relative_to(ours) for path in ours.rglob("*") if path.is_file()}
-    assert files == {path.relative_to(theirs) for path in theirs.rglob("*") if path.is_file()}
-    assert (ours / "config.json").read_text() == (theirs / "config.json").read_text()
+@pytest.mark.parametrize(("actual", "reference"), [("fsdp", "ddp"), ("ddp", "alone"), ("fsdp_tied", "alone_tied")])
+def test_checkpoints_are_equal_for_all_kinds_of_processes(runs, actual, reference):
+    actual, reference = (runs / name / "checkpoints" / "step_00000006" for name in (actual, reference))
+    files = {path.relative_to(actual) for path in actual.rglob("*") if path.is_file()}
+    assert files == {path.relative_to(reference) for path in reference.rglob("*") if path.is_file()}
+    assert (actual / "config.json").read_text() == (reference / "config.json").read_text()
     for name in ("model.safetensors", "training_state/optimizer.safetensors"):
-        assert shapes(ours / name) == shapes(theirs / name)
-        expected = load_file(theirs / name)
-        for key, tensor in load_file(ours / name).items():
-            torch.testing.assert_close(tensor, expected[key], rtol=0, atol=2e-5, msg=key)
-    _, info = GPT2ScratchForCausalLM.from_pretrained(ours, output_loading_info=True)
+        assert shapes(actual / name) == shapes(reference / name)
+        expectation = load_file(reference / name)
+        for key, tensor in load_file(actual / name).items():
+            torch.testing.assert_close(tensor, expectation[key], rtol=0, atol=2e-5, msg=key)
+    _, info = GPT2ScratchForCausalLM.from_pretrained(actual, output_loading_info=True)
     assert not any(info.values()), info
 
 
 def test_bf16_and_recomputed_activations_are_close(runs):
-    expected = numbers(runs / "alone")
+    expectation = numbers(runs / "alone")
     for (step, name), value in numbers(runs / "fsdp_bf16").items():
         if name == "loss" and step < 3:
-            assert value == pytest.approx(expected[step, name], abs=1e-2)
-    saved = shapes(runs / "fsdp_bf16" / "model" / "model.safetensors")
-    assert {dtype for _, dtype in saved.values()} == {"F32"}
+            assert value == pytest.approx(expectation[step, name], abs=1e-2)
+    tensors = shapes(runs / "fsdp_bf16" / "model" / "model.safetensors")
+    assert {dtype for _, dtype in tensors.values()} == {"F32"}
 
 
 def test_more_requested_than_running_processes_are_refused(train, tmp_path, monkeypatch):
@@ -194,5 +195,5 @@ def test_launch_files_have_a_header_and_only_known_keys(path):
     assert f"accelerate launch --quiet --config_file launch/{path.name}" in text
     config = load_config_from_file(str(path))  # refuses unknown keys, but not those of fsdp_config
     assert config.mixed_precision is None
-    known = {name for action in launch_command_parser()._actions for name in action.option_strings}
-    assert {f"--{key}" for key in config.fsdp_config} <= known
+    facts = {name for action in launch_command_parser()._actions for name in action.option_strings}
+    assert {f"--{key}" for key in config.fsdp_config} <= facts

@@ -21,7 +21,8 @@ import pytest
 from conftest import ACCELERATE, REPOSITORY, TINY, clean_environment, flags, is_running, wait_until
 from training.guard.stopping import EXIT_CODES, Stopper, StoppingArguments
 
-# A run without training: 0.1 s and, if there are several processes, a collective per step. Its terminal may close: it logs to a file.
+# A run without training: 0.1 s and, if there are several processes, a collective per step. Its terminal may close: it
+# logs to a file.
 JOB = """
 import os, sys, time
 from datetime import timedelta
@@ -128,11 +129,11 @@ def test_a_signal_to_one_process_or_the_launcher_stops_both_at_the_same_step(job
         os.kill(two.pid(1), signal.SIGTERM)
     else:
         two.started.kill()
-    last = two.wait_for_end(0)[-1]
-    assert re.fullmatch(rf"saved \d+ {reason}", last)
-    assert two.wait_for_end(1)[-1] == last
-    said = f"Stopping after this step ({reason}) and saving.\n"
-    assert said in two.stderr() if reason == "SIGTERM" else said == two.stderr()
+    newest = two.wait_for_end(0)[-1]
+    assert re.fullmatch(rf"saved \d+ {reason}", newest)
+    assert two.wait_for_end(1)[-1] == newest
+    output = f"Stopping after this step ({reason}) and saving.\n"
+    assert output in two.stderr() if reason == "SIGTERM" else output == two.stderr()
 
 
 def test_a_process_without_launcher_saves_and_ends_even_if_saving_exceeds_the_grace(job):
@@ -167,12 +168,12 @@ def own_terminal() -> None:
 
 
 def test_a_closed_terminal_saves_and_ends_the_run(job):
-    ours, theirs = os.openpty()
-    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    near_end, far_end = os.openpty()
+    terminal = {"stdin": far_end, "stdout": far_end, "stderr": far_end}
     one = job((sys.executable,), "600", "steps", preexec_fn=own_terminal, **terminal)
-    os.close(theirs)
+    os.close(far_end)
     one.wait_for("step 3")
-    os.close(ours)
+    os.close(near_end)
     assert one.started.wait(60) == 129
     assert re.fullmatch(r"saved \d+ SIGHUP", one.lines()[-1])
 
@@ -184,20 +185,20 @@ def test_a_second_ctrl_c_ends_a_hung_process_immediately(job):
     time.sleep(0.3)
     one.started.send_signal(signal.SIGINT)  # the copy of the first signal by torchrun
     time.sleep(1)
-    more = "Press Ctrl-C again to end the run immediately, without saving."
-    said = f"Stopping after this step (SIGINT) and saving. {more}\n"
-    assert one.stderr() == said
+    options = "Press Ctrl-C again to end the run immediately, without saving."
+    output = f"Stopping after this step (SIGINT) and saving. {options}\n"
+    assert one.stderr() == output
     assert one.started.poll() is None
     one.started.send_signal(signal.SIGINT)
     assert one.started.wait(60) == 130
-    assert one.stderr() == said + "interrupted\n"
+    assert one.stderr() == output + "interrupted\n"
 
 
 def test_max_hours_saves_stops_and_counts_from_the_process_start(job):
-    before = time.monotonic()
+    original = time.monotonic()
     one = job((sys.executable,), "600", "steps", str(4 / 3600))
     assert one.started.wait(60) == 0
-    assert time.monotonic() - before >= 4
+    assert time.monotonic() - original >= 4
     assert one.lines()[-1].endswith(" max_hours")
     assert one.stderr() == "Stopping after this step (max_hours) and saving.\n"
     age = (time.time() - psutil.Process().create_time()) / 3600
@@ -208,9 +209,10 @@ def test_max_hours_saves_stops_and_counts_from_the_process_start(job):
         assert stopper._hours_end == pytest.approx(time.monotonic() + 3600, abs=60)
 
 
-@pytest.mark.parametrize(("number", "after"), [(signal.SIGUSR1, ["requeue 7"]), (signal.SIGTERM, [])])
-def test_the_slurm_script_saves_before_the_time_limit_and_requeues_the_job(tmp_path, number, after):
-    """With stand-ins for Slurm and for the launcher, which ends after SIGTERM; the slowed script is still starting it."""
+@pytest.mark.parametrize(("number", "final_lines"), [(signal.SIGUSR1, ["requeue 7"]), (signal.SIGTERM, [])])
+def test_the_slurm_script_saves_before_the_time_limit_and_requeues_the_job(tmp_path, number, final_lines):
+    """With stand-ins for Slurm and for the launcher, which ends after SIGTERM; the slowed script is still starting
+    it."""
     slurm = REPOSITORY / "launch" / "slurm.sh"
     launcher = 'trap "sleep 1; echo saved; exit 1" TERM; echo "$*" > started; while true; do sleep 0.1; done'
     slow = "trap 'sleep 0.3' DEBUG"
@@ -224,20 +226,20 @@ def test_the_slurm_script_saves_before_the_time_limit_and_requeues_the_job(tmp_p
     with subprocess.Popen(["bash", slurm, "--data", "my text"], **options) as job:
         wait_until((tmp_path / "started").is_file, 60)
         job.send_signal(number)
-        assert job.communicate(timeout=60)[0].splitlines() == ["saved", *after]
+        assert job.communicate(timeout=60)[0].splitlines() == ["saved", *final_lines]
     assert job.returncode == 1
     assert (tmp_path / "started").read_text().endswith("--num_processes 4 train_accelerate.py --data my text\n")
 
 
 def test_ending_a_forked_child_does_not_request_a_stop():
-    before = signal.getsignal(signal.SIGINT)
+    original = signal.getsignal(signal.SIGINT)
     with Stopper(StoppingArguments()) as stopper:
-        assert signal.getsignal(signal.SIGINT) is not before
+        assert signal.getsignal(signal.SIGINT) is not original
         fork = multiprocessing.get_context("fork")
-        started = fork.Event()
-        child = fork.Process(target=lambda: (started.set(), time.sleep(600)))
+        event_of_start = fork.Event()
+        child = fork.Process(target=lambda: (event_of_start.set(), time.sleep(600)))
         child.start()
-        assert started.wait(60)
+        assert event_of_start.wait(60)
         child.terminate()
         child.join(60)
         assert child.exitcode == -signal.SIGTERM
@@ -247,7 +249,7 @@ def test_ending_a_forked_child_does_not_request_a_stop():
         assert (stopper.requested, stopper.agreed()) == (None, None)
         stopper.request("SIGINT")
         assert EXIT_CODES[stopper.agreed()] == 130
-    assert signal.getsignal(signal.SIGINT) is before  # restored
+    assert signal.getsignal(signal.SIGINT) is original  # restored
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -259,8 +261,8 @@ def test_a_signal_while_compiling_ends_the_run_at_once(spawn, store, tmp_path, n
     wait_until(lambda: any("cc1plus" in child.name() for child in process.children(recursive=True)))
     children = process.children(recursive=True)
     os.killpg(one.pid, number)
-    said = one.communicate(timeout=60)[1]
-    assert (one.returncode, said) == (
+    output = one.communicate(timeout=60)[1]
+    assert (one.returncode, output) == (
         128 + number,
         f"Stopped ({number.name}). There was nothing to save; the same command starts again.\n",
     )

@@ -39,11 +39,13 @@ def test_batches_are_the_same_from_memory_and_from_a_file(tmp_path, dtype, vocab
 
 
 def test_unsigned_integers_are_widened_for_devices_without_them(monkeypatch):
-    sent = []
-    monkeypatch.setattr("training.data.tokens._sent", lambda tensor, device: sent.append(tensor) or tensor.to(device))
+    tensors = []
+    monkeypatch.setattr(
+        "training.data.tokens._sent", lambda tensor, device: tensors.append(tensor) or tensor.to(device)
+    )
     ids = np.array([1, 2, 65_000, 4], dtype=np.uint16)
     batch = Tokens(torch.from_numpy(ids.view("<i2")), torch.device("meta")).batch(np.array([0]), 3)
-    assert sent[-1].tolist() == [[1, 2, 65_000, 4]]
+    assert tensors[-1].tolist() == [[1, 2, 65_000, 4]]
     assert batch.inputs.dtype == batch.targets.dtype == torch.int64
     assert batch.inputs.is_contiguous()
 
@@ -53,8 +55,8 @@ def test_targets_beyond_the_end_are_ignored(tmp_path, n):
     ids = np.arange(100, 100 + n, dtype=np.uint16)
     for tokens in (held(ids), mapped(tmp_path / "val.bin", ids, 200)):
         inputs, targets, _ = tokens.batch(np.array([0, n - 3, n]), 8)
-        expected = ids[1:9].tolist() + [IGNORED] * (9 - n)
-        assert targets.tolist() == [expected, [98 + n, 99 + n] + [IGNORED] * 6, [IGNORED] * 8]
+        expectation = ids[1:9].tolist() + [IGNORED] * (9 - n)
+        assert targets.tolist() == [expectation, [98 + n, 99 + n] + [IGNORED] * 6, [IGNORED] * 8]
         assert inputs[1, :3].tolist() == ids[n - 3 :].tolist()
         assert inputs.min() >= 100  # always ids of the vocabulary
 
@@ -104,9 +106,9 @@ def test_a_batch_announces_itself_and_the_next(tmp_path, rank):
 def test_batch_positions_continue_beyond_the_end_of_the_text():
     ids = np.arange(12, dtype=np.uint16)
     tokens = held(ids, Documents(np.array([0, 4, 6, 12]), has_eos=True))
-    _, targets, found = tokens.batch(np.array([0, 8, 12]), 8)
-    assert found.dtype == torch.int64
-    assert found.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4], list(range(8))]
+    _, targets, result = tokens.batch(np.array([0, 8, 12]), 8)
+    assert result.dtype == torch.int64
+    assert result.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4], list(range(8))]
     assert (targets[1] != IGNORED).tolist() == [True] * 3 + [False] * 5
 
 
@@ -115,10 +117,10 @@ def test_positions_of_many_documents_equal_a_loop():
     offsets = np.concatenate([[0], rng.integers(0, 40, 500).cumsum()])  # some documents are empty
     starts = rng.integers(0, offsets[-1] - 64, 50)
     for has_eos in (True, False):
-        begins = set((offsets - has_eos).tolist())
-        found = Documents(offsets, has_eos).positions(starts, 64).tolist()
-        for start, row in zip(starts.tolist(), found, strict=True):
-            expected = [0]
+        first_places = set((offsets - has_eos).tolist())
+        result = Documents(offsets, has_eos).positions(starts, 64).tolist()
+        for start, row in zip(starts.tolist(), result, strict=True):
+            expectation = [0]
             for place in range(start + 1, start + 64):
-                expected.append(0 if place in begins else expected[-1] + 1)
-            assert row == expected
+                expectation.append(0 if place in first_places else expectation[-1] + 1)
+            assert row == expectation

@@ -79,8 +79,8 @@ def errors(job: Job) -> list[str]:
     return [re.sub(r"step \d+", "step N", line) for line in job.stderr().splitlines() if line.startswith("error: ")]
 
 
-@pytest.mark.parametrize(("number", "what"), [(signal.SIGSTOP, STOPPED), (signal.SIGKILL, "has died at step N")])
-def test_a_stopped_or_dead_process_is_reported_and_ends_the_job(job, number, what):
+@pytest.mark.parametrize(("number", "fault"), [(signal.SIGSTOP, STOPPED), (signal.SIGKILL, "has died at step N")])
+def test_a_stopped_or_dead_process_is_reported_and_ends_the_job(job, number, fault):
     two = job("steps", "60")
     os.kill(two.pid(1), number)
     assert two.wait_for_end(0)[-1] == "saved"
@@ -88,7 +88,7 @@ def test_a_stopped_or_dead_process_is_reported_and_ends_the_job(job, number, wha
         assert two.wait_for_end(1)[-1] == "saved"  # it was continued, to end normally
     assert two.started.wait(60) == 1
     assert len(errors(two)) == 1
-    assert re.fullmatch(rf"error: rank 1 \(.+, pid {two.pid(1)}\) {what}\. {REMEDY}", errors(two)[0])
+    assert re.fullmatch(rf"error: rank 1 \(.+, pid {two.pid(1)}\) {fault}\. {REMEDY}", errors(two)[0])
     assert "Connection closed by peer" not in two.stderr()
 
 
@@ -109,10 +109,10 @@ def test_restart_replaces_processes_with_the_same_pids_even_during_a_collective(
     for rank in (0, 1):
         two.wait_for("done", rank)
         pid, *steps = two.lines(rank)
-        again = steps.index(pid)
-        assert steps[:again] == [*(f"step {step} 1 {{}}" for step in range(5)), "saved"]
-        known = "{'micro_batch': 4, 'because': 'Out of memory: on with a micro-batch of 4.', 'restarts': 1}"
-        assert steps[again + 1 :] == [*(f"step {step} 1 {known}" for step in range(12)), "done"]
+        index = steps.index(pid)
+        assert steps[:index] == [*(f"step {step} 1 {{}}" for step in range(5)), "saved"]
+        facts = "{'micro_batch': 4, 'because': 'Out of memory: on with a micro-batch of 4.', 'restarts': 1}"
+        assert steps[index + 1 :] == [*(f"step {step} 1 {facts}" for step in range(12)), "done"]
     assert two.started.wait(60) == 0
     assert two.stderr() == "Out of memory: on with a micro-batch of 4.\n"
 
