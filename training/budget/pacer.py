@@ -53,13 +53,13 @@ class Pacer:
 
     def _corrected(self, step: int, log: RunLog) -> int:
         """Return the number of steps that fit into the time left."""
+        plan = self.run.plan
         if not log.paces:
-            return self.run.plan.max_steps
+            return plan.max_steps
         steps, seconds = map(sum, zip(*log.paces, strict=True))
-        validations = max(0.0, 1 - step / self.run.plan.max_steps)  # as a part of all
+        validations = self.validation_seconds(plan.tokens_per_step * steps / seconds) / plan.max_steps  # of each step
         room = (1 - SPARE) * (self.deadline - time.monotonic())
-        room -= validations * self.validation_seconds(self.run.plan.tokens_per_step * steps / seconds)
-        return step + max(1, int(room * steps / seconds))
+        return step + max(1, int(room / (seconds / steps + validations)))
 
     def _write(self, step: int) -> None:
         write_atomic(self.run.folder.config, self.config_yaml())
