@@ -12,7 +12,6 @@ too. This file is not uploaded with models.
 import argparse
 import json
 import os
-import shutil
 import sys
 from contextlib import suppress
 from inspect import get_annotations
@@ -304,8 +303,9 @@ def convert(source: str | Path, destination: str | Path, to: str = "gpt2scratch"
         loading.check_tokenizer(source, model, tokenizer)
     workspace = destination / UNFINISHED  # its name is hidden, so the same command can run again after a kill
     try:
-        shutil.rmtree(workspace, ignore_errors=True)
-        workspace.mkdir(parents=True)
+        workspace.mkdir(parents=True, exist_ok=True)
+        for path in filter(Path.is_file, workspace.iterdir()):  # left by a killed conversion
+            path.unlink()
     except OSError as error:
         raise ModelError(f"{destination} cannot be created ({error.strerror}); use another folder.") from error
     save(model, tokenizer, workspace)

@@ -24,13 +24,13 @@ import train_accelerate
 from common.errors import UserError
 from conftest import reset_accelerate
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from training import guard
 from training.budget.throughput import measure_speed
 from training.checkpoints.checkpoint import TrainState
 from training.config import read_config
 from training.data.batches import START, BatchPlan, TrainBatches, WindowOrder
 from training.data.run_data import open_store
 from training.data.tokens import Tokens
+from training.guard import run_guard
 from training.guard.health import Health, HealthArguments
 from training.guard.learning import LearningCheck
 from training.preflight import make_plan, setup_of
@@ -218,7 +218,7 @@ if __name__ == "__main__":
         assert accelerator.num_processes == 2
         check(accelerator)
         accelerator.print(f"passed: {check.__name__}", flush=True)
-    guard.guard.stop_accelerator = lambda accelerator: accelerator.wait_for_everyone()  # the group stays in use
+    run_guard.stop_accelerator = lambda accelerator: accelerator.wait_for_everyone()  # the group stays in use
     for run in json.loads(Path(sys.argv[1]).read_text()):
         reset_accelerate()
         os.environ.update(run["environment"])

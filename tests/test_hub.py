@@ -213,7 +213,7 @@ ESTIMATE = """
 import sys, tempfile
 from pathlib import Path
 from common.errors import UserError
-from tokenizer import estimate
+from tokenizer.build import estimate
 from tokenizer.build.recipe import Recipe
 from tokenizer.encoding.vocabulary import VocabularyArguments
 

@@ -214,7 +214,7 @@ def stop(self):
 )
 def test_limited_text_is_the_beginning_with_any_number_of_processes(tmp_path, monkeypatch, flag, value, kept):
     by = "document" if flag == "--max_bytes" else "line"
-    for module in ("corpus", "store_builder"):
+    for module in ("corpus.units", "build.store_builder"):
         monkeypatch.setattr(f"tokenizer.{module}.UNIT_BYTES", 4096)
     first, second = prose(1), prose(2, 8000)
     (tmp_path / "a.txt").write_text(first, encoding="utf-8")
@@ -244,7 +244,7 @@ def test_limited_text_is_the_beginning_with_any_number_of_processes(tmp_path, mo
 
 
 def test_characters_beyond_the_limit_are_not_read(tmp_path, monkeypatch):
-    for module in ("corpus", "store_builder"):
+    for module in ("corpus.units", "build.store_builder"):
         monkeypatch.setattr(f"tokenizer.{module}.UNIT_BYTES", 4096)
     (tmp_path / "a.txt").write_text("some words\n" * 1000 + "雨\n" * 4000, encoding="utf-8")
     limit = ("--max_bytes", "10KB", "--tokenizer_type", "character")

@@ -27,7 +27,7 @@ from tokenizer.store.store import TokenStore
 
 # The command with units of 30 kB instead of 16 MiB, so that a small text has many units.
 UNIT_BYTES = 30_000
-SMALL_UNITS = f"from tokenizer import corpus; corpus.UNIT_BYTES = {UNIT_BYTES}"
+SMALL_UNITS = f"from tokenizer.corpus import units; units.UNIT_BYTES = {UNIT_BYTES}"
 PROGRAM = (
     f"import sys; {SMALL_UNITS}; from common.command_line import run; from tokenizer.pretokenize import main; "
     "sys.stdout.reconfigure(line_buffering=True); run(main)"
