@@ -1,10 +1,16 @@
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import MODERN, MODERN_RUN, assert_equal, assert_user_error, weights
+from conftest import MODERN, MODERN_RUN, REPOSITORY, assert_equal, assert_user_error, weights
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.config import read_config
+from training.step import optim
 from training.step.muon import momentum_at, orthogonalize
 from training.step.optim import (
     OptimArguments,
@@ -164,3 +170,27 @@ def test_muon_trains_saves_and_resumes_bit_for_bit_and_never_from_adamw(train, t
     sentence = "optimizer changed from muon to adamw, so its moments do not fit; start a new run"
     settings = muon | {"optimizer": "adamw", "resume_from_checkpoint": checkpoint}
     assert_user_error(sentence, train, tmp_path / "other", **settings)
+
+
+def test_the_documented_change_adds_an_optimizer(monkeypatch):
+    """The diff of docs/customize.md fits the code, and its optimizer trains and keeps its state."""
+    page = (REPOSITORY / "docs" / "customize.md").read_text(encoding="utf-8")
+    [diff] = re.findall(r"^```diff\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    code = Path(optim.__file__).read_text(encoding="utf-8")
+    for hunk in diff.split("     ...\n"):
+        before, after = (
+            "".join(f"{line[1:]}\n" for line in hunk.splitlines() if line[0] in marks) for marks in (" -", " +")
+        )
+        assert code.count(before) == 1, before
+        code = code.replace(before, after)
+    changed = ModuleType("changed")
+    monkeypatch.setitem(sys.modules, "changed", changed)  # where dataclasses look for types
+    exec(compile(code, "changed", "exec"), vars(changed))
+    model = GPT2ScratchForCausalLM(GPT2ScratchConfig(n_layer=1, n_head=1, n_embd=8, n_positions=8, vocab_size=16))
+    optimizer = changed.build_optimizer(model, changed.OptimArguments("sgd", 0.1), torch.device("cpu"))
+    ids = torch.arange(8)[None]
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    moments = dict(changed.named_moments(model, optimizer))
+    assert moments.keys() == changed.moment_shapes(model, optimizer).keys()
+    assert all(name.endswith("/momentum_buffer") for name in moments)
