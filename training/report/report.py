@@ -117,28 +117,32 @@ def show_evaluation(results: dict[str, Any]) -> None:
 
 
 def evaluated_run(model: Path, folder: str) -> RunFolder | None:
-    """Return the folder to keep results in: the run of `model`, or `folder` for a model without a run, or None."""
+    """Return the run folder of `model`, or `folder` for a model without a run, to keep results in; None if they cannot
+    be kept. Raise a `UserError` if its evaluation/ has other files with the names of the results."""
     try:
-        return RunFolder(run_of(model))
+        run = RunFolder(run_of(model))
     except UserError:  # not kept: those of a damaged or newer run, of the Hub, or of someone else's folder
+        run = RunFolder(folder)
         is_in_run = is_checkpoint(model) or RunFolder(model).is_run() or RunFolder(model.parent).is_run()
-        return None if is_in_run or not os.access(folder, os.W_OK) else RunFolder(folder)
+        if is_in_run or not os.access(folder, os.W_OK):
+            return None
+    with disk_errors(run.evaluation, RESUMES):  # an older version set no mark
+        if not is_marked(run.evaluation, "evaluation") and "weights_sha256" not in _read(run.evaluation):
+            for name in EVALUATION:
+                refuse_replacing(run.evaluation / name)
+    return run
 
 
 def keep_evaluation(results: dict[str, Any], run: RunFolder, store: TokenStore) -> None:
     """Write the results into the folder of `evaluated_run`, and replace the earlier results in report.md. A page that
-    was edited, or written by an older version, is not changed. Raise a `UserError` if the folder has other files with
-    the names of the results."""
+    was edited, or written by an older version, is not changed."""
     for row in results.get("panel", {}).get("rows", []):
         row["is_local"] = os.path.exists(row["name"])
     identity = {"weights_sha256": _hashes(Path(results["model"])), "tokens_sha256": store.metadata.identity}
     folder, picture = run.evaluation, run.evaluation / "panel.png"
     with disk_errors(folder, RESUMES):
-        earlier = _read(folder)
-        if not is_marked(folder, "evaluation") and "weights_sha256" not in earlier:  # an older version set no mark
-            for name in EVALUATION:
-                refuse_replacing(folder / name)
         mark(folder, "evaluation")
+        earlier = _read(folder)
         is_same = identity.items() <= earlier.items()
         if "panel" in results or not is_same:
             picture.unlink(missing_ok=True)
