@@ -33,7 +33,7 @@ from common.removal import FILE_MARK, refuse_replacing
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from modeling_gpt2scratch.conversion_gpt2scratch import XIELU, native_kind, to_apertus, with_biases
 from tokenizer.encoding import encode, vocabulary
-from tokenizer.encoding.bpe import byte_level_alphabet, is_plain
+from tokenizer.encoding.encode import byte_level_alphabet, is_plain
 from training.checkpoints.loading import find_model, load_own_model, model_errors
 
 LLAMA_CPP_GELU = "gelu_new"  # the only activation that llama.cpp's GPT-2 supports

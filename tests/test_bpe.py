@@ -1,15 +1,14 @@
-"""Byte-pair encoding of many words at once: identical to `tokenizers` for all merges and words."""
+"""Byte-pair encoding of words: identical to the model of `tokenizers`, whole or in windows."""
 
-import json
+import itertools
 import random
-from itertools import pairwise
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tokenizer.encoding import encode
-from tokenizer.encoding.bpe import NONE, Merges, PairTable, byte_level_alphabet, is_plain
+from tokenizer.encoding.encode import RustEncoder, WordEncoder, byte_level_alphabet, has_ordered_merges, is_plain
 
 ALPHABET = byte_level_alphabet()
 
@@ -23,15 +22,16 @@ def byte_level(merges: list[tuple[str, str]], first_id: int = 0, **settings) -> 
     return rust
 
 
-def encoded(merges: Merges, words: list[bytes]) -> list[list[int]]:
-    bounds = np.cumsum([0, *map(len, words)], dtype=np.int32)
-    ids, counts = merges.encode(np.frombuffer(b"".join(words), dtype=np.uint8), bounds)
-    return [ids[start:end].tolist() for start, end in pairwise([0, *counts.cumsum().tolist()])]
-
-
 def in_rust(rust: Tokenizer, words: list[bytes]) -> list[list[int]]:
-    shown = {byte: character for character, byte in ALPHABET.items()}
-    return [[token.id for token in rust.model.tokenize("".join(map(shown.get, word)))] for word in words]
+    names = {byte: character for character, byte in ALPHABET.items()}
+    return [[token.id for token in rust.model.tokenize("".join(map(names.get, word)))] for word in words]
+
+
+def assert_encodes(rust: Tokenizer, words: list[bytes]) -> None:
+    ids, counts = WordEncoder(rust, np.dtype("<u4"))(words, [encode.NOTHING] * len(words))
+    expected = in_rust(rust, words)
+    assert counts.tolist() == list(map(len, expected))
+    assert ids.tolist() == [*itertools.chain(*expected)]
 
 
 def words_of(letters: str, count: int, longest: int, seed: int) -> list[bytes]:
@@ -53,9 +53,7 @@ def random_merges(pick: random.Random, letters: str, longest: int) -> tuple[list
 @pytest.mark.parametrize("seed", range(8))
 def test_random_merges_match_tokenizers(seed, first_id):
     _, merges = random_merges(random.Random(seed), "abcd", 9)
-    rust = byte_level(merges, first_id)
-    words = words_of("abcd", 3000, 40, seed) + words_of("ab", 1000, 30, seed)
-    assert encoded(Merges(rust), words) == in_rust(rust, words)
+    assert_encodes(byte_level(merges, first_id), words_of("abcd", 3000, 40, seed) + words_of("ab", 1000, 30, seed))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -64,23 +62,9 @@ def test_long_words_encoded_in_windows_match_whole_words(seed, monkeypatch):
     monkeypatch.setattr(encode, "WINDOW", pick.choice([20, 64, 300]))
     monkeypatch.setattr(encode, "OVERLAP", pick.choice([2, 7, 16]))
     tokens, merges = random_merges(pick, "abcd"[: pick.choice([1, 2, 4])], 30)
-    rust = byte_level(merges)
-    encoder = encode.WordEncoder(rust, np.dtype("<u4"))
     words = [*words_of("ab", 10, 2000, seed), *words_of("abcd", 10, 2000, seed), b"a" * 999, b"abb" * 500]
     words.append("".join(pick.choices(tokens, k=500)).encode())
-    for word, ids in zip(words, in_rust(rust, words), strict=True):
-        assert encoder([word], [encode.NOTHING])[0].tolist() == ids
-
-
-def test_duplicate_merges_use_the_last_rank_and_pair_lookup_handles_collisions():
-    rust = byte_level([("a", "b"), ("b", "c")])
-    content = json.loads(rust.to_str())
-    content["model"]["merges"].append(["a", "b"])
-    rust = Tokenizer.from_str(json.dumps(content))
-    assert encoded(Merges(rust), [b"abc"]) == in_rust(rust, [b"abc"])
-    table = PairTable(*np.divmod(np.arange(3000, dtype=np.int32), 60), small=True)
-    left, right = np.divmod(np.arange(3600, dtype=np.int32), 60)
-    assert table(left, right).tolist() == [*range(3000), *[NONE] * 600]
+    assert_encodes(byte_level(merges), words)
 
 
 def test_models_with_other_encoding_rules_are_rejected():
@@ -92,7 +76,5 @@ def test_models_with_other_encoding_rules_are_rejected():
     assert not is_plain(Tokenizer(models.WordLevel(dict(ALPHABET), unk_token="a")))
     for merges in ([("bc", "a"), ("b", "c")], [("a", "b"), ("b", "c"), ("abc", "ab"), ("ab", "c"), ("a", "bc")]):
         used_before_made = byte_level(merges)
-        with pytest.raises(ValueError, match="a merge uses a token before the merge that produces it"):
-            Merges(used_before_made)
-        ids, _ = encode.encoder(used_before_made, np.dtype("<u4"))([b"abcabc"], [encode.NOTHING])
-        assert ids.tolist() == in_rust(used_before_made, [b"abcabc"])[0]
+        assert not has_ordered_merges(used_before_made)
+        assert isinstance(encode.encoder(used_before_made, np.dtype("<u4")), RustEncoder)

@@ -12,12 +12,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from conftest import assert_user_error, prose
 from tokenizer.encoding import encode, vocabulary
-from tokenizer.encoding.bpe import byte_level_alphabet
 from tokenizer.encoding.encode import (
     NOTHING,
     CharacterEncoder,
     RustEncoder,
     WordEncoder,
+    byte_level_alphabet,
     encoder,
     text_lengths,
     token_bytes,
@@ -136,10 +136,13 @@ def test_all_scripts_and_long_runs_match_tokenizers(rust, text):
     assert_same(WordEncoder(rust, np.dtype("<u2")), rust, texts)
 
 
-@pytest.mark.parametrize("longest", [1, 5, 10_000])
-def test_short_and_long_words_have_the_same_ids(rust, fuzz, monkeypatch, longest):
-    monkeypatch.setattr(encode, "SHORT_WORD", longest)
-    assert_same(WordEncoder(rust, np.dtype("<u2")), rust, fuzz[:2000])
+@pytest.mark.parametrize(("name", "limit"), [("REMEMBERED_WORDS", 50), ("REMEMBERED_IDS", 1000)])
+def test_forgetting_words_changes_no_ids(rust, fuzz, monkeypatch, name, limit):
+    monkeypatch.setattr(encode, name, limit)
+    words = WordEncoder(rust, np.dtype("<u2"))
+    for start in range(0, 3000, 100):
+        assert_same(words, rust, fuzz[start : start + 100])
+        assert len(getattr(words, "number" if name == "REMEMBERED_WORDS" else "pool")) < limit + 4000
 
 
 @pytest.mark.parametrize("kind", [WordEncoder, RustEncoder])

@@ -3,24 +3,24 @@
 Imports nothing large, so that worker processes start fast.
 """
 
+import itertools
+import json
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common.errors import UserError
-from tokenizer.encoding.bpe import Merges, byte_level_alphabet
-from tokenizer.encoding.words import WordSplitter
+from tokenizer.encoding.words import END, WordSplitter
 
 NOTHING = -1  # no token follows the text
-SHORT_WORD = 32  # in bytes
+REMEMBERED_WORDS, REMEMBERED_IDS = 500_000, 4_000_000  # words and ids in memory, at most about 100 MB
 # Longer words are encoded in overlapping windows: Rust needs 45 bytes of memory per byte, and its time per byte grows with
 # the length of the word.
 WINDOW, OVERLAP = 1 << 16, 1 << 12  # in bytes
+PLAIN = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "ignore_merges": False}
 UNKNOWN = 0xFFFFFFFF
 FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's name of a byte token
 
@@ -42,10 +42,31 @@ def load_rust(file: Path) -> Tokenizer:
 def encoder(rust: Tokenizer, dtype: np.dtype) -> Encoder:
     if is_character(rust):
         return CharacterEncoder(rust, dtype)
-    if has_gpt2_words(rust):
-        with suppress(ValueError):  # the tokens of a word depend on more than merges
-            return WordEncoder(rust, dtype)
+    if has_gpt2_words(rust) and is_plain(rust) and has_ordered_merges(rust):
+        return WordEncoder(rust, dtype)
     return RustEncoder(rust, dtype)
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """Map GPT-2's printable characters to bytes. Printable Latin-1 maps to itself, U+0100 and up to the other bytes."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def is_plain(rust: Tokenizer) -> bool:
+    """Return whether the model is a BPE whose vocabulary has every byte and whose tokens depend on merges alone."""
+    if not isinstance(rust.model, models.BPE):
+        return False
+    plain = all(getattr(rust.model, name) in (value, "" if value is None else value) for name, value in PLAIN.items())
+    return plain and byte_level_alphabet().keys() <= rust.get_vocab(with_added_tokens=False).keys()
+
+
+def has_ordered_merges(rust: Tokenizer) -> bool:
+    """Return whether a BPE uses each token only after the last merge that produces it. Training ensures that."""
+    merges = [tuple(merge) for merge in json.loads(rust.to_str())["model"]["merges"]]
+    produced = {left + right: rank for rank, (left, right) in enumerate(merges)}
+    return all(produced.get(token, -1) < rank for rank, merge in enumerate(merges) for token in merge)
 
 
 def is_character(rust: Tokenizer) -> bool:
@@ -65,48 +86,75 @@ def has_gpt2_words(rust: Tokenizer) -> bool:
 
 
 class WordEncoder:
-    """Encoder for a BPE with GPT-2's words: it encodes each distinct word of some megabytes once.
-    The ids are those of `encode_batch_fast`, an order of magnitude faster. Short words are merged all at once in numpy, with
-    one round per merge of the longest word; long words are encoded one by one in Rust. Raises a `ValueError`, as `Merges`."""
+    """Encoder for a BPE with GPT-2's words (Radford et al. 2019): `tokenizers` encodes each distinct word once.
+    The ids are those of `encode_batch_fast`, an order of magnitude faster, because few of them pass through Python objects."""
 
     def __init__(self, rust: Tokenizer, dtype: np.dtype):
-        self.model = rust.model
-        self.dtype = dtype
+        self.model, self.dtype = rust.model, dtype
+        self.words = Tokenizer(rust.model)  # encodes words that are separated by spaces: byte-level names contain none
+        self.words.pre_tokenizer = pre_tokenizers.CharDelimiterSplit(" ")
         self.splitter = WordSplitter()
-        self.stand_ins = {byte: character for character, byte in byte_level_alphabet().items()}
-        self.merges = Merges(rust)
+        self.names = {byte: character for character, byte in byte_level_alphabet().items()}
+        vocabulary = rust.get_vocab(with_added_tokens=False)
+        self.lengths = np.zeros(max(vocabulary.values()) + 1, dtype=np.int64)  # bytes of each token
+        self.lengths[list(vocabulary.values())] = list(map(len, vocabulary))
+        self._forget()
+
+    def _forget(self) -> None:
+        self.number = {END: 0}  # of each word, in the order of `first` and `count`
+        self.pool = np.zeros(1, dtype=self.dtype)  # a place for the id that follows a text, then the ids of all words
+        self.first, self.count = np.zeros(
+            (2, 1), dtype=np.int32
+        )  # (words,) first index into the pool and number of ids
 
     def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
         words = self.splitter.words(texts).dictionary_encode()
-        pool, first, length = self._encode(words.dictionary)
-        of_word = np.frombuffer(words.indices.buffers()[1], dtype=np.int32, count=len(words))  # (words,) in `distinct`
-        ends = np.flatnonzero(of_word == of_word[-1])  # (texts,) positions of the words 0xFF
+        numbers = self._numbers(words.dictionary.to_pylist())  # (distinct words,)
+        of_word = np.frombuffer(words.indices.buffers()[1], dtype=np.int32, count=len(words))  # (words,) in `numbers`
+        of_word = numbers.take(of_word)  # `take` is twice as fast as numbers[of_word]
+        ends = np.flatnonzero(of_word == 0)  # (texts,) positions of the words 0xFF
         follower = np.array(followed_by, dtype=np.int64)
         follows = follower != NOTHING
-        first, length = first.take(of_word), length.take(of_word)  # `take` is twice as fast as first[of_word]
-        length[ends] = follows
-        until = np.cumsum(length, dtype=np.int32)  # (words,) number of ids up to the end of each word
-        where = np.repeat(first - (until - length), length)  # (n,) indices into the pool
+        first, count = self.first.take(of_word), self.count.take(of_word)
+        count[ends] = follows
+        until = np.cumsum(count, dtype=np.int32)  # (words,) number of ids up to the end of each word
+        where = np.repeat(first - (until - count), count)  # (n,) indices into the pool
         where += np.arange(len(where), dtype=np.int32)
-        ids, until = pool.take(where), until[ends]
+        ids, until = self.pool.take(where), until[ends]
         ids[until[follows] - 1] = follower[follows]
         return ids, np.diff(until, prepend=0).astype(np.int64)
 
-    def _encode(self, words: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the ids of an Arrow array of words, (n,), and each word's first index and number of ids, (words,) int32."""
-        _, bounds, text = words.buffers()
-        bounds = np.frombuffer(bounds, dtype=np.int32, count=len(words) + 1)
-        text = np.frombuffer(text, dtype=np.uint8, count=bounds[-1])
-        sizes = np.diff(bounds)
-        short = sizes <= SHORT_WORD  # includes the words 0xFF
-        ends = np.append(np.int32(0), np.cumsum(sizes[short], dtype=np.int32))
-        pool, counts = self.merges.encode(text[np.repeat(short, sizes)], ends)
-        long = [self._encode_long(text[bounds[i] : bounds[i + 1]].tobytes()) for i in np.flatnonzero(~short).tolist()]
-        counts = np.append(counts, np.array(list(map(len, long)), dtype=np.int32))
-        first, length = np.empty((2, len(words)), dtype=np.int32)
-        order = np.argsort(~short, kind="stable")
-        first[order], length[order] = np.cumsum(counts) - counts, counts
-        return np.concatenate([pool.astype(self.dtype), *long]), first, length
+    def _numbers(self, distinct: list[bytes]) -> np.ndarray:
+        """Return the number of each word, (words,) int32, after encoding the new ones."""
+        if len(self.number) > REMEMBERED_WORDS or len(self.pool) > REMEMBERED_IDS:
+            self._forget()
+        numbers = np.fromiter(map(self.number.get, distinct, itertools.repeat(-1)), np.int32, len(distinct))
+        new = np.flatnonzero(numbers == -1)
+        if not len(new):
+            return numbers
+        new = new[np.argsort([len(distinct[i]) > WINDOW for i in new], kind="stable")]
+        words = [distinct[i] for i in new]
+        numbers[new] = np.arange(len(self.number), len(self.number) + len(new))
+        ids, counts = self._encode([word for word in words if len(word) <= WINDOW])
+        long = [self._encode_long(word) for word in words if len(word) > WINDOW]
+        counts = np.concatenate([counts, np.array(list(map(len, long)), dtype=np.int32)])
+        self.number |= zip(words, numbers[new].tolist(), strict=True)
+        self.first = np.concatenate([self.first, (len(self.pool) + np.cumsum(counts) - counts).astype(np.int32)])
+        self.count = np.concatenate([self.count, counts])
+        self.pool = np.concatenate([self.pool, ids, *long])
+        return numbers
+
+    def _encode(self, words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of words, (n,), and the number of ids per word, (words,) int32.
+        All words become one `Encoding`: one per word would double the time."""
+        named = END.join(words).decode("latin-1").translate(self.names | {0xFF: " "})
+        [encoding] = self.words.encode_batch_fast([named], add_special_tokens=False)
+        ids = np.array(encoding.ids, dtype=self.dtype)
+        bounds = np.cumsum(list(map(len, words)), dtype=np.int64)
+        until = (
+            np.searchsorted(self.lengths[ids].cumsum(), bounds) + 1
+        )  # a word ends with the id that reaches its last byte
+        return ids, np.diff(until, prepend=0).astype(np.int32)
 
     def _encode_long(self, word: bytes) -> np.ndarray:
         """Return the ids of a word of any length, (n,).
@@ -115,7 +163,7 @@ class WordEncoder:
         joined, start, stop = [], 0, WINDOW
         ids = self._window(word, start, stop)
         while stop < len(word):
-            from_end = self.merges.lengths[ids][::-1].cumsum()[::-1]  # (n,) bytes from each id to the end of the window
+            from_end = self.lengths[ids][::-1].cumsum()[::-1]  # (n,) bytes from each id to the end of the window
             kept = int((from_end > OVERLAP).sum())
             middle = start + int(from_end[0] - from_end[kept]) if kept < len(ids) else stop
             following = self._window(word, middle, middle + WINDOW)
@@ -130,7 +178,7 @@ class WordEncoder:
         return np.concatenate([*joined, ids])
 
     def _window(self, word: bytes, start: int, stop: int) -> np.ndarray:
-        text = word[start:stop].decode("latin-1").translate(self.stand_ins)
+        text = word[start:stop].decode("latin-1").translate(self.names)
         return np.array([token.id for token in self.model.tokenize(text)], dtype=self.dtype)
 
 

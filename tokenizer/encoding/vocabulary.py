@@ -18,7 +18,7 @@ from common import schema
 from common.errors import Problems, UserError, counted
 from common.limits import setting
 from tokenizer.corpus import hub
-from tokenizer.encoding.bpe import byte_level_alphabet
+from tokenizer.encoding.encode import byte_level_alphabet
 from tokenizer.encoding.words import END, WordSplitter, blocks
 
 if TYPE_CHECKING:  # importing it takes 0.6 s
