@@ -1,6 +1,7 @@
 """Worker processes that are killed at any time, and shards on several machines: the resulting store is the same to the byte."""
 
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -8,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -16,9 +16,10 @@ import pytest
 
 import conftest
 from conftest import REPOSITORY, assert_user_error, error_of, is_running, prose, wait_until
+from tokenizer.build import store_builder
 from tokenizer.build.recipe import Recipe
 from tokenizer.build.store_builder import StoreBuilder, pretokenize
-from tokenizer.build.worker import UnitProcessor, Workers
+from tokenizer.build.worker import Part, UnitProcessor, process_units
 from tokenizer.cleaning.dedup import DedupArguments
 from tokenizer.corpus import units as corpus
 from tokenizer.corpus.units import CorpusArguments
@@ -53,7 +54,7 @@ def command(texts: Path, *more: object) -> list[str]:
 
 def start(arguments: list[str], folder: Path, **settings) -> subprocess.Popen:
     folder.mkdir(exist_ok=True)
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "USE_TORCH": "0"}  # as the command sets it
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(arguments, cwd=folder, env=environment, **pipes, **settings)
 
@@ -106,12 +107,11 @@ def recipe_of(texts: Path) -> Recipe:
 
 
 @pytest.fixture
-def planned(texts, tmp_path, monkeypatch) -> Iterator[StoreBuilder]:
+def planned(texts, tmp_path, monkeypatch) -> StoreBuilder:
     monkeypatch.setattr(corpus, "UNIT_BYTES", UNIT_BYTES)
-    with Workers() as workers:
-        builder = StoreBuilder(recipe_of(texts), tmp_path / "store", lambda text: None, workers, 1)
-        assert builder.plan.units
-        yield builder
+    builder = StoreBuilder(recipe_of(texts), tmp_path / "store", lambda text: None, 1)
+    assert builder.plan.units
+    return builder
 
 
 def test_unit_order_does_not_change_the_store(planned, expected, tmp_path):
@@ -140,13 +140,15 @@ def test_same_command_resumes_after_a_kill_at_any_file(texts, expected, tmp_path
     assert sorted(os.listdir(tmp_path)) == [".store.lock", "store"]
 
 
-def test_killed_worker_is_reported_in_one_sentence(tmp_path):
-    with Workers() as workers:
-        workers.start(1)
-        workers.processes[0].kill()
-        workers.processes[0].wait()
-        sentence = r"A worker process ended with status -9 \(-9: killed, often because memory ran out\)"
-        assert_user_error(sentence, workers.do, tmp_path, [0, 1, 2], print)
+def test_killed_worker_is_reported_in_one_sentence(planned):
+    def kill_one(part: Part) -> None:
+        multiprocessing.active_children()[0].kill()
+
+    sentence = (
+        r"^A worker process was killed, often because memory ran out\. .*--num_proc 1 it uses the least memory\.$"
+    )
+    assert_user_error(sentence, process_units, planned.work, list(range(20)), 2, kill_one)
+    assert not multiprocessing.active_children()
 
 
 def test_ctrl_c_ends_all_processes_and_the_same_command_resumes(texts, expected, tmp_path):
@@ -186,7 +188,7 @@ def test_missing_disk_space_is_reported_before_the_work(tmp_path, monkeypatch, w
     recipe = Recipe([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], vocabulary=vocabulary, weights=weights)
     for free, fits in ((needed * 2 * 10**6 - 9, False), (needed * 2 * 10**6 + 9, True)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(0, 0, free))
-        builder = StoreBuilder(recipe, tmp_path / "store", lambda text: None, Workers(), 1)
+        builder = StoreBuilder(recipe, tmp_path / "store", lambda text: None, 1)
         if fits:
             assert builder.plan.units
         else:
@@ -201,7 +203,7 @@ def begun(tmp_path, monkeypatch) -> Path:
     os.mkdir("texts")
     for name in "abc":
         Path(f"texts/{name}.txt").write_text(prose(ord(name), 800))
-    assert StoreBuilder(recipe_of(Path("texts")), Path("store"), print, Workers(), 1).plan.units
+    assert StoreBuilder(recipe_of(Path("texts")), Path("store"), print, 1).plan.units
     return tmp_path
 
 
@@ -258,13 +260,13 @@ def test_changed_settings_and_files_are_named_and_undoing_them_resumes(begun):
 
 @pytest.mark.parametrize("change", [lambda text: text + "more", lambda text: ""])
 def test_file_changed_while_it_is_read_is_named(begun, monkeypatch, change):
-    file, do = Path("texts/b.txt"), Workers.do
+    file = Path("texts/b.txt")
 
-    def changed_meanwhile(self, *arguments) -> None:
+    def changed_meanwhile(*arguments) -> None:
         file.write_text(change(file.read_text()))
-        do(self, *arguments)
+        process_units(*arguments)
 
-    monkeypatch.setattr(Workers, "do", changed_meanwhile)
+    monkeypatch.setattr(store_builder, "process_units", changed_meanwhile)
     sentence = r"^texts/b\.txt was changed while it was read: it had [\d,]+ bytes and now has [\d,]+\. "
     assert_user_error(sentence, pretokenize, recipe_of(Path("texts")), Path("store"), lambda text: None)
     assert not Path("store").exists()

@@ -10,6 +10,7 @@ After an interruption, the same command resumes. The store is the same to the by
 
 import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -112,4 +113,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("USE_TORCH", "0")  # `datasets` and Transformers would import torch, which takes 1.5 s
     run(main)

@@ -1,7 +1,6 @@
 """Build a token store: plan the work once, process it in any number of processes, merge the parts, and move the store into place."""
 
 import glob
-import itertools
 import json
 import math
 import operator
@@ -28,7 +27,7 @@ from common.removal import MARK, discard, is_marked, mark, renew
 from tokenizer.build import report
 from tokenizer.build.merge import Merger
 from tokenizer.build.recipe import Recipe
-from tokenizer.build.worker import DocumentSettings, Part, StorePlan, Workers, done_parts
+from tokenizer.build.worker import DocumentSettings, Part, StorePlan, done_parts, process_units
 from tokenizer.cleaning import cleaning
 from tokenizer.cleaning.dedup import MinHasher
 from tokenizer.corpus.chat import CHATML_TOKENS, ChatTemplate
@@ -37,7 +36,7 @@ from tokenizer.corpus.file_finder import TextFile
 from tokenizer.corpus.files import TOLERATED_SHARE
 from tokenizer.corpus.hub import open_dataset
 from tokenizer.corpus.named_data import template_of
-from tokenizer.corpus.units import UNIT_BYTES, Corpus, Unit
+from tokenizer.corpus.units import UNIT_BYTES, Corpus, Unit, stream
 from tokenizer.encoding import encode, vocabulary
 from tokenizer.encoding.vocabulary import VocabularyArguments
 from tokenizer.store.store import RESUMES, STORE_FILES, TokenStore, dtype_of, finish
@@ -66,8 +65,8 @@ def pretokenize(
     folder = folder.resolve() if folder.is_symlink() or not folder.name else folder
     if not os.fsencode(folder).decode(errors="ignore") == str(folder):  # the Rust library cannot write to other names
         raise UserError(f"{str(folder)!a} is not a UTF-8 name; choose another --output.")
-    with disk_errors(folder, RESUMES), Workers() as workers:
-        builder = StoreBuilder(recipe, folder, say, workers, num_proc or cores(), is_cache)
+    with disk_errors(folder, RESUMES):
+        builder = StoreBuilder(recipe, folder, say, num_proc or cores(), is_cache)
         builder.check_writable()  # before a lock file is written next to the folder
         with _locked(folder, "", wait=is_cache or shard is not None):
             if TokenStore.is_store(folder):
@@ -116,7 +115,6 @@ class StoreBuilder:
     recipe: Recipe
     folder: Path
     say: Callable[[str], None]
-    workers: Workers
     processes: int
     is_cache: bool = False
 
@@ -201,7 +199,6 @@ class StoreBuilder:
             MinHasher()  # raises an error before any work if rensa is not installed
         files = f"{counted(len(corpus.all_files), 'file')}, {corpus.size / 1e6:.1f} MB"
         self.say(f"Reading {', '.join(recipe.inputs)} ({files}) ...")
-        self.workers.start(min(self.processes, corpus.text_size // UNIT_BYTES))
         units = corpus.units()
         settings = DocumentSettings(
             recipe.corpus.sample_by,
@@ -288,7 +285,7 @@ class StoreBuilder:
             for part in self.do_units([*units], limit.after(counts) if is_serial else limit):
                 left = limit.after(counts)
                 if part.counts.bytes > left.bytes or part.counts.documents > left.documents:
-                    self.workers.do(self.work, [part.unit], parts.append, left)
+                    process_units(self.work, [part.unit], 1, parts.append, left)
                 else:
                     parts.append(part)
                 if parts[-1].is_cut:
@@ -315,9 +312,7 @@ class StoreBuilder:
                 megabytes = (counts.bytes - bytes_before) / 1e6
                 progress.advance(f"{megabytes:,.0f} MB, {megabytes / (time.monotonic() - started):.1f} MB/s")
 
-            if len(missing) > 1:  # a single unit is not worth a process of its own
-                self.workers.start(min(self.processes, len(missing)))
-            self.workers.do(self.work, missing, on_part, limit)
+            process_units(self.work, missing, self.processes, on_part, limit)
         return [parts[unit] for unit in units]
 
     def finish(self, merge_only: bool) -> TokenStore:
@@ -335,7 +330,6 @@ class StoreBuilder:
             counts.add(part.counts)
             outcomes = cleaning.merged(outcomes, part.outcomes)
             lost += part.lost_bytes
-        self.workers.end()  # merging may need the memory of the workers
         self._refuse_changed_files()
         self.corpus.audit.check(counts)
         if lost > TOLERATED_SHARE * counts.bytes:
@@ -423,8 +417,8 @@ class Sample:
         left, own = self.limit, self.limit.of_validation(self.settings.validation_fraction)
         for unit in self.units:
             reader = self.settings.reader(own if unit.val else left)
-            for piece in itertools.chain.from_iterable(map(reader.pieces, unit.ranges)):
-                if text := cleaner(piece.text, whole=piece.starts_document and piece.ends_document):
+            for piece in stream([unit], reader):
+                if text := cleaner(piece["text"], whole=piece["starts_document"] and piece["ends_document"]):
                     yield text
                 if reader.counts.bytes > self.bytes_of_unit:
                     break

@@ -6,22 +6,22 @@ The folder of unfinished work contains `plan.json`, `store/` with the tokenizer,
 000012.rows                one row per piece of a document, in order
 000012.json                counts, and hashes of the other files, written last: without it, the part does not exist
 
-`python -P -m tokenizer.build.worker` starts a worker. It reads one folder and unit number per line, and answers each line with
-the problem or "".
+Processes are forked, so that they share the libraries that the main process has imported.
 """
 
+import ctypes
 import gc
-import json
+import multiprocessing
 import os
-import subprocess
+import signal
 import sys
+import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, ExitStack, suppress
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Thread
 from typing import Any, BinaryIO, Literal
 
@@ -35,13 +35,16 @@ from tokenizer.cleaning.cleaning import Cleaner, RuleStats
 from tokenizer.cleaning.dedup import BANDS, KEYS, MinHasher
 from tokenizer.corpus.chat import ChatTemplate
 from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit, Piece, Reader
-from tokenizer.corpus.units import Unit
+from tokenizer.corpus.units import Unit, stream
 from tokenizer.encoding import encode
 from tokenizer.store.store import RESUMES, SPLITS
 
 PLAN_VERSION = 1
-REPOSITORY = Path(__file__).parents[2]
 BATCH_BYTES = 4 << 20  # bytes encoded together: smaller batches reuse fewer words, larger batches need more memory
+START_METHOD = "fork" if sys.platform == "linux" else "spawn"  # forked processes of macOS may crash in its libraries
+# Options of glibc (malloc.h): keep the memory of short-lived arrays of a few megabytes. Returning it to the system took a
+# fifth of a worker's time.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True)
@@ -147,11 +150,13 @@ class UnitProcessor:
             (self.folder / "parts").mkdir(exist_ok=True)
             files = {split: stack.enter_context(part_file(self.folder, number, split).open("wb")) for split in SPLITS}
             writer = PartWriter(self, number, files, limit)
-            for part in self.units[number].ranges:
-                if part.start > 0 and part.kind == "text" and self.settings.sample_by == "document":
-                    writer.begin_document(self._first_piece(part.path))
-                for piece in writer.reader.pieces(part):
-                    writer.add(piece)
+            path = None
+            for example in stream([self.units[number]], writer.reader):
+                earlier, path = path, example.pop("path")
+                piece = Piece(**example)
+                if path != earlier and not piece.starts_document:  # the document began in an earlier unit
+                    writer.begin_document(self._first_piece(path))
+                writer.add(piece)
             return writer.finish()
 
     def _first_piece(self, path: str) -> str:
@@ -266,115 +271,64 @@ def share(text: bytes, seed: int) -> float:
     return xxhash.xxh3_64_intdigest(text, seed=seed % 2**64) / 2**64
 
 
-# Let glibc keep the memory of short-lived arrays of a few megabytes. Returning it to the system took a fifth
-# of a worker's time.
-WORKER_ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
-    "TOKENIZERS_PARALLELISM": "false",
-    "RAYON_NUM_THREADS": "1",
-    "USE_TORCH": "0",  # otherwise `datasets` imports torch to read a Hub dataset
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 28),
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 28),
-    "MALLOC_ARENA_MAX": "1",
-}
-
-
 def done_parts(folder: Path, units: list[int]) -> list[Part]:
     return list(filter(None, (Part.read(folder, number) for number in units)))
 
 
-class Workers(AbstractContextManager):
-    """Worker processes, started before the work is ready because starting takes half a second.
-    Each worker ends when its input ends, so it also ends when this process is killed."""
+def process_units(
+    folder: Path, units: list[int], processes: int, on_part: Callable[[Part], None], limit: Limit = NO_LIMIT
+) -> None:
+    """Process `units`, each up to the limit, and pass each part to `on_part`.
+    Raise a `UserError` with the first problem of any unit, or if a worker process was killed."""
+    if min(processes, len(units)) < 2:  # a single unit is not worth a process of its own
+        processor = UnitProcessor(folder) if units else None
+        for number in units:
+            on_part(processor.process(number, limit))
+        return
+    import datasets  # noqa: F401  once, before the processes are forked
 
-    def __init__(self):
-        self.processes: list[subprocess.Popen] = []
-        self.idle: SimpleQueue[subprocess.Popen] = SimpleQueue()
-
-    def end(self, *_: object) -> None:
-        self.idle = SimpleQueue()
-        while self.processes:
-            process = self.processes.pop()
-            with suppress(BrokenPipeError):  # the worker was killed before it read its input
-                process.stdin.close()
-            process.wait()
-            process.stdout.close()
-
-    __exit__ = end
-
-    def start(self, count: int) -> None:
-        """Start processes until there are `count`."""
-        while len(self.processes) < count:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tokenizer.build.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                start_new_session=True,  # Ctrl-C reaches only the main process, which handles it
-                env=os.environ | WORKER_ENVIRONMENT,
-            )
-            self.processes.append(process)
-            self.idle.put(process)
-
-    def do(self, folder: Path, units: list[int], on_part: Callable[[Part], None], limit: Limit = NO_LIMIT) -> None:
-        """Process `units`, each up to the limit, and pass each part to `on_part`. Without worker processes, use this process.
-        Raise a `UserError` with the first problem of any unit, or if a worker process was killed."""
-        if not self.processes:
-            processor = UnitProcessor(folder)
-            for number in units:
-                on_part(processor.process(number, limit))
-            return
-        with ThreadPoolExecutor(len(self.processes)) as threads:
-            try:
-                for future in as_completed([threads.submit(self._ask, folder, number, limit) for number in units]):
-                    on_part(future.result())
-            except BaseException:
-                threads.shutdown(wait=False, cancel_futures=True)
-                for process in self.processes:  # this also ends the threads that wait for the workers
-                    process.kill()
-                raise
-
-    def _ask(self, folder: Path, number: int, limit: Limit) -> Part:
-        """Let an idle worker process one unit."""
-        process, line = self.idle.get(), ""
-        with suppress(BrokenPipeError):
-            print(json.dumps([str(folder.absolute()), number, limit]), file=process.stdin, flush=True)
-            line = process.stdout.readline()
-        self.idle.put(process)
-        if not line:
-            raise UserError(
-                f"A worker process ended with status {process.wait()} (-9: killed, often because memory ran out). The same "
-                f"command resumes; with --num_proc 1 it uses the least memory."
-            )
-        if problem := json.loads(line):
-            raise UserError(problem)
-        return Part.read(folder, number)
-
-
-def main() -> None:
-    # Tokens from Rust are short-lived objects. Searching them for reference cycles doubled their cost.
-    gc.set_threshold(100_000)
-    asked: SimpleQueue[tuple[str, int, list[float]]] = SimpleQueue()
-    Thread(target=_listen, args=(asked,), daemon=True).start()
-    import pyarrow  # noqa: F401  most units need it; imported here because the worker is idle now
-
-    processor_of = cache(UnitProcessor)
-    while True:
-        folder, number, limit = asked.get()
-        problem = ""
+    others, context = multiprocessing.active_children(), multiprocessing.get_context(START_METHOD)
+    with ProcessPoolExecutor(min(processes, len(units)), context, _begin, (folder,)) as pool:
         try:
-            processor_of(Path(folder)).process(number, Limit(*limit))
-        except UserError as error:
-            problem = str(error)
-        print(json.dumps(problem), flush=True)
+            with warnings.catch_warnings():  # Python 3.12 warns of threads, but no worker uses those of its parent
+                warnings.simplefilter("ignore", DeprecationWarning)
+                parts = [pool.submit(_process, number, limit) for number in units]
+            for part in as_completed(parts):
+                on_part(part.result())
+        except BaseException as error:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - set(others):
+                process.kill()
+                process.join()
+            if isinstance(error, BrokenProcessPool):
+                raise UserError(
+                    "A worker process was killed, often because memory ran out. The same command resumes; with "
+                    "--num_proc 1 it uses the least memory."
+                ) from error
+            raise
 
 
-def _listen(asked: SimpleQueue[tuple[str, int, list[float]]]) -> None:
-    with open(0, "rb", buffering=0) as questions:  # a buffered reader would be locked when the process ends
-        for line in questions:
-            asked.put(json.loads(line))
-    os._exit(0)  # the parent has all answers or was killed
+def _begin(folder: Path) -> None:
+    """Prepare a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group, but only the main process handles it
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    Thread(target=_end_with_parent, daemon=True).start()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    gc.set_threshold(100_000)  # searching short-lived objects for reference cycles doubled their cost
+    with suppress(OSError, AttributeError):  # not glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_TRIM_THRESHOLD, 1 << 28)
+        mallopt(M_MMAP_THRESHOLD, 1 << 25)
+    _processors.append(UnitProcessor(folder))
 
 
-if __name__ == "__main__":
-    main()
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()  # returns if the parent was killed
+    os._exit(1)
+
+
+def _process(number: int, limit: Limit) -> Part:
+    return _processors[0].process(number, limit)
+
+
+_processors: list[UnitProcessor] = []  # the one of this worker process

@@ -14,17 +14,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from common.errors import Problems, UserError
 from common.limits import setting
 from tokenizer.corpus import chat, files
 from tokenizer.corpus.audit import Audit
 from tokenizer.corpus.byte_range import ByteRange
-from tokenizer.corpus.documents import NO_LIMIT, Limit
+from tokenizer.corpus.documents import NO_LIMIT, Limit, Reader
 from tokenizer.corpus.file_finder import FileFinder, TextFile
 from tokenizer.corpus.named_data import dataset_of, find
 from tokenizer.corpus.records import CHAT_COLUMNS, TEXT_COLUMNS, arrow_batches, parsed, records, text_column
+
+if TYPE_CHECKING:  # importing it takes a second
+    from datasets import IterableDataset
 
 UNIT_BYTES = 16 << 20
 SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE | re.ASCII)
@@ -78,6 +81,21 @@ class Unit:
     copies: float  # number of times that its documents are used for training
     ranges: tuple[ByteRange, ...]
     val: bool | None = None  # whether it is validation text; None: decided by the hash of each document
+
+
+def stream(units: list[Unit], reader: Reader) -> "IterableDataset":
+    """Return the text of units as an `IterableDataset` with one shard per unit. Its examples are the fields of `Piece`,
+    and the `path` of their file. `reader` divides documents into pieces and counts them."""
+    from datasets.iterable_dataset import ExamplesIterable, IterableDataset
+
+    # `IterableDataset.from_generator` would leave a lock file in the cache for each unit.
+    return IterableDataset(ExamplesIterable(_examples, {"units": units, "reader": reader}))
+
+
+def _examples(units: list[Unit], reader: Reader) -> Iterator[tuple[int, dict[str, Any]]]:
+    for part in itertools.chain.from_iterable(unit.ranges for unit in units):
+        for i, piece in enumerate(reader.pieces(part)):
+            yield i, piece._asdict() | {"path": part.path}
 
 
 class NoTextColumnError(UserError):
