@@ -6,6 +6,7 @@ import json
 import os
 import sysconfig
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,7 +19,7 @@ from conftest import assert_user_error, error_of, without_root
 from tokenizer.corpus import documents as documents_module
 from tokenizer.corpus import units as corpus_module
 from tokenizer.corpus.documents import Counts, Reader
-from tokenizer.corpus.file_finder import STANDARD_LIBRARY
+from tokenizer.corpus.named_data import licenses
 from tokenizer.corpus.units import Corpus, CorpusArguments
 
 GOOD = "good words " * 100
@@ -130,7 +131,7 @@ def test_tilde_is_expanded_and_stores_and_pipes_are_not_text(tmp_path, monkeypat
 
 
 def test_standard_library_excludes_tests_and_tables():
-    source = corpus(STANDARD_LIBRARY)
+    source = corpus("python-standard-library")
     root = Path(sysconfig.get_path("stdlib"))
     paths = [Path(file.path).relative_to(root) for file in source.all_files]
     names = [path.as_posix() for path in paths]
@@ -139,6 +140,26 @@ def test_standard_library_excludes_tests_and_tables():
     assert {path.suffix for path in paths} == {".py"}
     assert not any({"test", "tests", "encodings", "pydoc_data", "site-packages"} & set(path.parts) for path in paths)
     assert 3e6 < source.size < 30e6
+
+
+def test_packages_and_their_licenses_are_read(tmp_path, monkeypatch):
+    names = [Path(file.path).as_posix().split("site-packages/")[-1] for file in corpus("python-packages").all_files]
+    assert {"torch/nn/functional.py", "transformers/trainer.py", "sympy/core/add.py"} <= set(names)
+    assert names == sorted(names)
+    assert not any({"test", "tests", "testing"} & set(name.split("/")) for name in names)
+    assert licenses(["python-packages", "python-standard-library", "other"])[f"torch {version('torch')}"]
+    info = tmp_path / "gpt2scratch_text-1.dist-info"
+    write(info / "METADATA", "Metadata-Version: 2.1\nName: gpt2scratch-text\nVersion: 1\nLicense: MIT\n")
+    write(info / "RECORD", "speeches/a.txt,,\nspeeches/b.txt,,\nspeeches/skipped/c.txt,,\n../d.txt,,\ne.py,,\n")
+    for name in ("speeches/a.txt", "speeches/b.txt", "speeches/skipped/c.txt", "e.py"):
+        write(tmp_path / name, name)
+    yaml = "package: gpt2scratch-text\nfiles: speeches/*.txt\nexclude: [b.*, skipped]\ninstall: pip install it\n"
+    write(tmp_path / "mine.yaml", yaml)
+    mine = str(tmp_path / "mine.yaml")
+    assert f"{mine} is text of gpt2scratch-text, which is not installed: run `pip install it`." == refusal(mine)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert documents(mine) == ["speeches/a.txt"]
+    assert licenses([mine]) == {"gpt2scratch-text 1": "MIT"}
 
 
 def test_links_are_followed_only_if_given_by_name(tmp_path):

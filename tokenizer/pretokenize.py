@@ -1,9 +1,13 @@
-"""Convert text into a token store.
+"""Convert text, or a dataset of a Python program, into a token store.
 
 python -m tokenizer.pretokenize --input my.txt --output data/my
 python -m tokenizer.pretokenize --input books/ notes.jsonl.zst --output data/books --vocab_size 16000 --dedup near
 python -m tokenizer.pretokenize --input user/dataset:config:split@revision --tokenizer openai-community/gpt2 --output data/theirs
+python -m tokenizer.pretokenize --import_tokens train.bin --dtype uint16 --tokenizer openai-community/gpt2 --output data/gpt2
 python -m tokenizer.pretokenize --input crawl/ --output data/crawl --shard 3/64      # on one of 64 machines; then --merge
+
+    from tokenizer import pretokenize
+    store = pretokenize(dataset, "data/mine", vocab_size=32_000)          # a Dataset or an IterableDataset
 
 After an interruption, the same command resumes. The store is the same to the byte for any number of processes.
 """
@@ -12,24 +16,28 @@ import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other impor
 
 import os
 import re
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from types import ModuleType
+from typing import Any, Literal
 
 from common.command_line import FlagParser, run
 from common.errors import Problems
 from common.limits import setting
-from tokenizer.build import export
+from tokenizer.build import export, store_builder
+from tokenizer.build.imported import ImportArguments, import_store
 from tokenizer.build.recipe import SEED, Recipe
-from tokenizer.build.store_builder import pretokenize
 from tokenizer.cleaning.cleaning import CleaningArguments
 from tokenizer.cleaning.dedup import DedupArguments
 from tokenizer.corpus.documents import NO_LIMIT
 from tokenizer.corpus.files import unpack_command
+from tokenizer.corpus.given import GivenDataset
 from tokenizer.corpus.named_data import listed
 from tokenizer.corpus.units import Corpus, CorpusArguments
 from tokenizer.encoding.vocabulary import VocabularyArguments
+from tokenizer.store.store import TokenStore
 
 MAIN = (  # flags that `--help` explains
     *("input", "output", "vocab_size", "tokenizer_type", "tokenizer", "cleaning", "dedup", "text_column"),
@@ -70,7 +78,6 @@ class PretokenizeArguments:
         return tuple(map(int, self.shard.split("/"))) if self.shard is not None else None
 
     def problems(self) -> Iterator[str]:
-        yield from (f"--{name} is required. See --help." for name in ("input", "output") if not getattr(self, name))
         others = [name for name in ("merge", "export", "compress") if getattr(self, name)]
         if self.shard is None:
             return
@@ -83,33 +90,97 @@ class PretokenizeArguments:
         return Recipe(self.input, *parts, self.seed, self.weights)
 
 
-def check(options: PretokenizeArguments, *parts) -> None:
+def check(options: PretokenizeArguments, imported: ImportArguments, *parts) -> None:
     """Raise a `UserError` with all problems that can be found before the text is read, one per line."""
-    problems = Problems([] if options.list else [*options.problems(), *options.recipe(*parts).problems()])
-    if options.shard is not None and parts[0].limit != NO_LIMIT:
-        problems.add(
-            "max_bytes and max_documents cannot be combined with shard, because a shard does not know the text before it."
-        )
-    if problems.sentences:  # only if this check fails: otherwise `pretokenize` finds the text
-        problems.add_of(Corpus, [options.input, parts[0]])
+    if options.list:
+        return
+    is_import = imported.import_tokens is not None
+    problems = Problems(imported.problems(parts[1].tokenizer))
+    needed = ("output",) if is_import else ("input", "output")
+    problems.sentences += [f"--{name} is required. See --help." for name in needed if not getattr(options, name)]
+    if is_import:
+        ignored = _ignored(options, *parts)
+        if ignored:
+            problems.add(f"{', '.join(ignored)} cannot be combined with import_tokens, which reads no text.")
+    else:
+        problems.sentences += [*options.problems(), *options.recipe(*parts).problems()]
+        if options.shard is not None and parts[0].limit != NO_LIMIT:
+            problems.add(
+                "max_bytes and max_documents cannot be combined with shard, because a shard does not know the text "
+                "before it."
+            )
+        if problems.sentences:  # only if this check fails: otherwise `build` finds the text
+            problems.add_of(Corpus, [options.input, parts[0]])
     problems.refuse()
 
 
-def main(arguments: list[str]) -> None:
-    kinds = (PretokenizeArguments, CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
-    parser = FlagParser(kinds, __doc__.splitlines()[0], main=MAIN)
-    options, *parts = parser.parse(arguments, check=check)
-    if options.list:
-        print("\n".join(listed()))
-        return
+def _ignored(*parts) -> list[str]:
+    """Return the names of the settings that were given but do not apply to imported tokens."""
+    used = ("output", "tokenizer", "validation_fraction", "quiet", "compress", "export")
+    pairs = ((part, name) for part in parts for name in vars(part) if name not in used)
+    return [name for part, name in pairs if getattr(part, name) != getattr(type(part)(), name)]
+
+
+def parse(arguments: list[str]) -> tuple:
+    kinds = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
+    parser = FlagParser((PretokenizeArguments, ImportArguments, *kinds), __doc__.splitlines()[0], main=MAIN)
+    return parser.parse(arguments, check=check)
+
+
+def build(options: PretokenizeArguments, imported: ImportArguments, recipe: Recipe) -> TokenStore | None:
+    """Build the store, and what `compress` and `export` ask for. Return None after a shard."""
     say = (lambda text: None) if options.quiet else print
     folder = Path(options.output).expanduser()
-    store = pretokenize(options.recipe(*parts), folder, say, options.num_proc, options.share, options.merge)
+    if imported.import_tokens is not None:
+        store = import_store(imported, recipe.vocabulary.tokenizer, recipe.corpus.validation_fraction, folder, say)
+    else:
+        store = store_builder.pretokenize(recipe, folder, say, options.num_proc, options.share, options.merge)
     if store is not None and options.compress:
         archive = export.to_archive(store)
         say(f"{archive} is the packed store; to unpack it, run {unpack_command(archive)}.")
     if store is not None and options.export:
         say(f"{export.to_parquet(store)} is the store as a Hub dataset.")
+    return store
+
+
+def pretokenize(data: Any, output: str | Path, **settings: Any) -> TokenStore | None:
+    """Convert `data` into the token store `output`, as the command does, or resume that after an interruption.
+    `data` is a `Dataset`, an `IterableDataset` or a dict of splits (train, validation) with a text or chat column, a
+    path, a Hub id, or a list of these. `settings` are the flags of the command by name. Raise a `UserError` for wrong
+    data or settings. From files and from datasets with the same documents in the same order, the tokens are the same to
+    the byte."""
+    entries = [
+        item if isinstance(item, str) else str(item) if isinstance(item, Path) else item for item in _listed(data)
+    ]
+    given = [GivenDataset.of(item, i) for i, item in enumerate(entries, 1) if not isinstance(item, str)]
+    names = iter(given)
+    inputs = [item if isinstance(item, str) else next(names).name for item in entries]
+    flags = {"input": inputs, "output": str(output)} | settings
+    words = [[f"--{name}", *map(str, _listed(value))] for name, value in flags.items() if value is not None]
+    options, imported, *parts = parse([word for flag in words for word in flag])
+    recipe = replace(options.recipe(*parts), given={dataset.name: dataset for dataset in given})
+    return build(options, imported, recipe)
+
+
+def _listed(value: Any) -> list:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+class _CallableModule(ModuleType):
+    """Type of this module, which is also the function: `from tokenizer import pretokenize` gives one object for both."""
+
+    __call__ = staticmethod(pretokenize)
+
+
+sys.modules[__name__].__class__ = _CallableModule
+
+
+def main(arguments: list[str]) -> None:
+    options, imported, *parts = parse(arguments)
+    if options.list:
+        print("\n".join(listed()))
+    else:
+        build(options, imported, options.recipe(*parts))
 
 
 if __name__ == "__main__":

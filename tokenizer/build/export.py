@@ -16,7 +16,7 @@ from tokenizer.build import report
 from tokenizer.build.recipe import Recipe
 from tokenizer.corpus.files import PACKED_STORE
 from tokenizer.corpus.hub import HubDataset
-from tokenizer.store.store import SPLITS, STORE_FILES, Metadata, TokenStore, index_file, tokens_file
+from tokenizer.store.store import HUB_SPLITS, SPLITS, STORE_FILES, Metadata, TokenStore, index_file, tokens_file
 
 # Level 3 compresses Shakespeare and Python sources to 47% at 150-180 MB/s per core; level 12 to 43% at 22 MB/s.
 ZSTD_LEVEL = 3
@@ -25,7 +25,6 @@ ROW_TOKENS = 1 << 20  # maximum tokens of a row; a longer document continues in 
 GROUP_TOKENS = 1 << 22  # tokens per row group, which a writer and a reader hold in memory
 SHARD_BYTES = 1 << 29  # bytes of ids per file
 BLOCK_DOCUMENTS = 1 << 18  # documents whose rows are computed at a time
-HUB_SPLITS = {"train": "train", "val": "validation"}
 MADE_OF = b"token_store"  # key of the store's identity in the parquet metadata
 NO_FLAGS = ("input", "tokenizer_json", "chat_template_source")  # settings that are not flags of the command
 SIZE_CATEGORIES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "n>1B")

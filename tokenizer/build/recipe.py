@@ -10,6 +10,7 @@ from tokenizer.cleaning import cleaning
 from tokenizer.cleaning.cleaning import CleaningArguments
 from tokenizer.cleaning.dedup import DedupArguments
 from tokenizer.corpus.chat import ChatTemplate
+from tokenizer.corpus.given import GivenDataset
 from tokenizer.corpus.units import CorpusArguments
 from tokenizer.encoding import vocabulary
 from tokenizer.encoding.vocabulary import SavedTokenizer, VocabularyArguments
@@ -31,6 +32,7 @@ class Recipe:
     dedup: DedupArguments = field(default_factory=DedupArguments)
     seed: int = SEED
     weights: list[float] = field(default_factory=list)
+    given: dict[str, GivenDataset] = field(default_factory=dict)  # datasets of this process, by their name in `inputs`
     vocab_size_must_fit: bool = True  # False if a run's YAML file sets the size: the tokenizer's own size overrides it
 
     def problems(self) -> list[str]:

@@ -35,14 +35,17 @@ from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit
 from tokenizer.corpus.file_finder import TextFile
 from tokenizer.corpus.files import TOLERATED_SHARE
 from tokenizer.corpus.hub import open_dataset
-from tokenizer.corpus.named_data import template_of
+from tokenizer.corpus.named_data import licenses, template_of
 from tokenizer.corpus.units import UNIT_BYTES, Corpus, Unit, stream
 from tokenizer.encoding import encode, vocabulary
 from tokenizer.encoding.vocabulary import VocabularyArguments
 from tokenizer.store.store import RESUMES, STORE_FILES, TokenStore, dtype_of, finish
 
 # Patterns of the files of unfinished work.
-UNFINISHED = ("plan.json*", "merged.json*", "parts/*", *(f"store/{name}" for name in STORE_FILES), MARK)
+UNFINISHED = (
+    *("plan.json*", "merged.json*", "parts/*", "text/*/*.jsonl", MARK),
+    *(f"store/{name}" for name in STORE_FILES),
+)
 SAMPLED_UNITS = 4096  # maximum number of units to train a tokenizer on
 ESTIMATED_FROM = 1 << 16  # characters that are tokenized to estimate the size of the store
 
@@ -121,7 +124,8 @@ class StoreBuilder:
     def __post_init__(self):
         self.work = self.folder.with_name(f".{self.folder.name}.unfinished")
         self.store = self.work / "store"
-        self.corpus = Corpus(self.recipe.inputs, self.recipe.corpus, self.recipe.weights, left_out=self.folder)
+        recipe = self.recipe
+        self.corpus = Corpus(recipe.inputs, recipe.corpus, recipe.weights, self.folder, recipe.given)
         self.inputs = self.corpus.identity()
 
     @cached_property
@@ -197,6 +201,9 @@ class StoreBuilder:
         recipe, corpus = self.recipe, self.corpus
         if recipe.dedup.dedup == "near":
             MinHasher()  # raises an error before any work if rensa is not installed
+        for name in corpus.given:
+            self.say(f"Copying the text of {name} to the disk ...")
+        corpus.write_given(self.work / "text")
         files = f"{counted(len(corpus.all_files), 'file')}, {corpus.size / 1e6:.1f} MB"
         self.say(f"Reading {', '.join(recipe.inputs)} ({files}) ...")
         units = corpus.units()
@@ -357,12 +364,12 @@ class StoreBuilder:
 
     def _refuse_changed_files(self) -> None:
         """Raise a `UserError` if a file was changed while it was read."""
-        for path, size, modified in self.inputs:
-            now = TextFile.at(path)
-            if (now.size, now.modified) != (size, modified):
+        for file in self.corpus.all_files:
+            now = TextFile.at(file.path)
+            if (now.size, now.modified) != (file.size, file.modified):
                 raise UserError(
-                    f"{path} was changed while it was read: it had {size:,} bytes and now has {now.size:,}. Delete {self.work}, "
-                    f"and run the command on a copy that does not change."
+                    f"{file.path} was changed while it was read: it had {file.size:,} bytes and now has {now.size:,}. Delete "
+                    f"{self.work}, and run the command on a copy that does not change."
                 )
 
     def _commits(self) -> dict[str, str]:
@@ -373,7 +380,11 @@ class StoreBuilder:
     def _describe(self, counts: Counts, outcomes: dict[str, cleaning.RuleStats], merger: Merger) -> None:
         write_atomic(self.store / "inputs.json", json.dumps(self.inputs))
         parts = [part for unit in self.plan.units if unit.val for part in unit.ranges]
-        sources = (part.path.split("@")[0] if part.kind == "hub" else os.path.dirname(part.path) for part in parts)
+        of_given = f"{self.work / 'text'}/"
+        sources = (
+            part.path.split("@")[0] if part.kind == "hub" else os.path.dirname(part.path).removeprefix(of_given)
+            for part in parts
+        )
         splits = {name: (split.tokens, split.documents, split.bytes) for name, split in merger.progress.splits.items()}
         finish(
             self.store,
@@ -386,6 +397,7 @@ class StoreBuilder:
             hub_datasets=[hub.name for hub in self.corpus.hub if hub is not None],
             commits=self._commits(),
             validation_splits=list(dict.fromkeys(sources)),
+            licenses=licenses(self.recipe.inputs),
             settings=self.plan.settings_of_user,
             counts=asdict(counts)
             | {"first": counts.worst(), "links": self.corpus.finder.links, "tails": len(merger.progress.tails)},

@@ -1,11 +1,10 @@
-"""Files that one entry of `--input` names: a file, a folder, a glob, or the standard library."""
+"""Files that one entry of `--input` names: a file, a folder, a glob, or text of installed packages."""
 
 import difflib
 import glob
 import os
 import re
 import stat
-import sysconfig
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,14 +13,7 @@ from pathlib import Path, PurePath
 from common import schema
 from common.errors import UserError
 from tokenizer.corpus.documents import Counts
-from tokenizer.corpus.named_data import names
-
-# Text that every Python installation has: the sources of the standard library, without tests and data tables.
-STANDARD_LIBRARY = "python-standard-library"
-NOT_LIBRARY_SOURCE = {
-    *("test", "tests", "idlelib", "site-packages", "dist-packages"),
-    *("encodings", "pydoc_data", "msilib", "entities.py", "stringprep.py", "locale.py"),
-}
+from tokenizer.corpus.named_data import files_of, names
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +48,8 @@ class FileFinder:
 
     def find(self, entry: str) -> list[TextFile]:
         """Return the files of one entry of `--input` in a fixed order. Raise a `UserError` if there are none."""
-        if entry == STANDARD_LIBRARY:
-            return list(map(TextFile.at, _library_sources(Path(sysconfig.get_path("stdlib")))))
+        if (paths := files_of(entry)) is not None:
+            return list(map(TextFile.at, paths))
         path = Path(entry).expanduser()
         is_one = os.path.lexists(path)
         matches = [str(path)]
@@ -121,16 +113,6 @@ class FileFinder:
                 yield from self._walk(entry.path, path, val or (records is not None and entry.name == "validation"))
             elif entry.is_file():
                 yield TextFile.at(entry.path, val=val)
-
-
-def _library_sources(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.iterdir()):
-        if path.name in NOT_LIBRARY_SOURCE or path.name.startswith("_sysconfigdata"):
-            continue
-        if path.is_dir():
-            yield from _library_sources(path)
-        elif path.suffix == ".py" and path.is_file():
-            yield path
 
 
 def _saved_by_datasets(folder: str, names: set[str]) -> set[str] | None:

@@ -1,12 +1,16 @@
-"""Data sets with a name, such as `tinystories`: one YAML file each in tokenizer/corpus/named/, or a file of the user."""
+"""Data sets with a name, such as `tinystories`: one YAML file each in tokenizer/corpus/named/, or a file of the user.
+
+A data set is on the Hub or in installed Python packages.
+"""
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from common.errors import UserError
 from common.settings_file import read_yaml
+from tokenizer.corpus import packages
 from tokenizer.corpus.hub import ID, HubDataset
 
 FOLDER = Path(__file__).parent / "named"
@@ -15,30 +19,34 @@ LANGUAGE = "{language}"
 
 @dataclass(frozen=True)
 class NamedData:
-    """Dataset on the Hub, with the settings to read it."""
+    """Dataset on the Hub, or files of installed packages, with the settings to read them."""
 
-    dataset: str  # Hub id
+    dataset: str | None = None  # Hub id
     config: str | None = None  # may contain LANGUAGE, which is the part of the name after the colon
     split: str | None = None  # None: train, and validation if it exists
     revision: str | None = None
     text_column: str | None = None
     chat_template: str | None = None
+    package: str | None = None  # installed package, or `dependencies of` one, or `python`: the standard library
+    files: str | None = None  # pattern of the files of the package
+    exclude: list[str] = field(default_factory=list)  # patterns of names of files and folders
+    install: str | None = None  # command that installs the package
     license: str | None = None
     use: str | None = None  # purpose
     tokens: str | None = None  # size, with the source of the number
     citation: str | None = None
 
     @property
-    def hub(self) -> HubDataset:
-        return HubDataset(self.dataset, self.config, self.split, self.revision)
+    def hub(self) -> HubDataset | None:
+        return HubDataset(self.dataset, self.config, self.split, self.revision) if self.dataset is not None else None
 
 
 def find(entry: str) -> NamedData | None:
-    """Return the data set for a name, a name with a language (`wikipedia:de`) or a YAML file with a line `dataset:`, or None.
+    """Return the data set for a name, a name with a language (`wikipedia:de`) or a YAML file with a line `dataset:` or `package:`, or None.
     A local path with the same name is not a named data set. Raise a `UserError` for a wrong file or a missing language."""
     path, (name, _, language) = Path(entry), entry.partition(":")
     if path.suffix == ".yaml" and path.is_file():
-        return _read(path) if re.search(rb"^dataset:", path.read_bytes()[:4096], re.MULTILINE) else None
+        return _read(path) if re.search(rb"^(dataset|package):", path.read_bytes()[:4096], re.MULTILINE) else None
     if path.exists() or name not in names():
         return None
     found = _read(FOLDER / f"{name}.yaml")
@@ -47,6 +55,27 @@ def find(entry: str) -> NamedData | None:
             f"{entry} {'has no languages' if language else f'needs a language, such as {name}:de'}; see --list."
         )
     return NamedData(**vars(found) | {"config": found.config and found.config.replace(LANGUAGE, language)})
+
+
+def files_of(entry: str) -> list[Path] | None:
+    """Return the files of a data set that is in installed packages, or None for another entry.
+    Raise a `UserError` if the package is not installed."""
+    named = find(entry)
+    if named is None or named.package is None:
+        return None
+    files = packages.text_files(named.package, named.files, named.exclude)
+    if not files:
+        raise UserError(f"{entry} is text of {named.package}, which is not installed: run `{named.install}`.")
+    return files
+
+
+def licenses(entries: list[str]) -> dict[str, str]:
+    """Return the licenses of the packages whose text the entries name, by package and version."""
+    licenses = {}
+    for named in map(find, entries):
+        if named is not None and named.package is not None:
+            licenses |= packages.licenses(named.package, named.files, named.exclude)
+    return licenses
 
 
 def names() -> list[str]:
@@ -70,18 +99,22 @@ def listed() -> Iterator[str]:
     for name in names():
         found = _read(FOLDER / f"{name}.yaml")
         shown = f"{name}:LANGUAGE" if LANGUAGE in (found.config or "") else name
-        yield f"{shown:<20} {found.hub}"
+        yield f"{shown:<24} {found.hub or f'installed: {found.package}'}"
         for label in ("use", "tokens", "license", "citation"):
             yield f"    {label + ':':<10} {getattr(found, label) or 'not known'}"
 
 
 def _read(path: Path) -> NamedData:
-    content, known = read_yaml(path), {part.name for part in fields(NamedData)}
-    wrong = sorted(content.keys() - known) + [name for name in content if not isinstance(content[name], str | None)]
-    if wrong or not content.get("dataset"):
+    content, names = read_yaml(path), {part.name for part in fields(NamedData)}
+    types = {"exclude": list}
+    wrong = sorted(content.keys() - names)
+    wrong += [name for name in content if name in names and not isinstance(content[name], types.get(name, str) | None)]
+    if wrong or not (content.get("dataset") or (content.get("package") and content.get("files"))):
         raise UserError(
-            f"{path}: {', '.join(wrong) or 'dataset'} is unknown, missing or not text; it may have {', '.join(sorted(known))}."
+            f"{path}: {', '.join(wrong) or 'dataset'} is unknown, missing or not text; it may have {', '.join(sorted(names))}."
         )
+    if content.get("dataset") is None:
+        return NamedData(**content)
     if ID.fullmatch(str(NamedData(**content).hub)) is None:
         raise UserError(
             f"{path}: {content['dataset']!r:.100} with its config and split is not a dataset on the Hub; correct it."

@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from tokenizer.corpus.audit import Audit
 from tokenizer.corpus.byte_range import ByteRange
 from tokenizer.corpus.documents import NO_LIMIT, Limit, Reader
 from tokenizer.corpus.file_finder import FileFinder, TextFile
+from tokenizer.corpus.given import GivenDataset
 from tokenizer.corpus.named_data import dataset_of, find
 from tokenizer.corpus.records import CHAT_COLUMNS, TEXT_COLUMNS, arrow_batches, parsed, records, text_column
 
@@ -107,11 +108,17 @@ class Corpus:
     `files` has one list per input. `has_chats` and `finder.skipped` are complete after `units`. `left_out` is the store's own folder, which is not read as text."""
 
     def __init__(
-        self, inputs: list[str], arguments: CorpusArguments, weights: Iterable[float] = (), left_out: Path | None = None
+        self,
+        inputs: list[str],
+        arguments: CorpusArguments,
+        weights: Iterable[float] = (),
+        left_out: Path | None = None,
+        given: Mapping[str, GivenDataset] = {},
     ):
         self.inputs, self.arguments = inputs, arguments
         self.weights = list(weights) or [1.0] * len(inputs)
-        self.hub = [dataset_of(entry) for entry in inputs]
+        self.given = given
+        self.hub = [None if entry in given else dataset_of(entry) for entry in inputs]
         if arguments.revision is not None:
             self.hub = [hub and replace(hub, revision=arguments.revision) for hub in self.hub]
         self.files: list[list[TextFile]] = []
@@ -120,7 +127,7 @@ class Corpus:
         seen: dict[str, str] = {}
         for entry, hub in zip(inputs, self.hub, strict=True):
             self.files.append([])
-            for file in self.finder.find(entry) if hub is None else ():
+            for file in self.finder.find(entry) if hub is None and entry not in given else ():
                 path = os.path.abspath(file.path)
                 if own is not None and path.startswith(own):
                     continue
@@ -185,7 +192,21 @@ class Corpus:
 
     def identity(self) -> list[list]:
         """Return name, size and modification time of every file, to compare before interrupted work resumes."""
-        return [[file.path, file.size, file.modified] for file in self.all_files]
+        datasets = itertools.chain.from_iterable(dataset.identity() for dataset in self.given.values())
+        return [[file.path, file.size, file.modified] for file in self.all_files] + [*datasets]
+
+    def write_given(self, folder: Path) -> None:
+        """Write the text of the given datasets to files in `folder`, which `units` divides.
+        Raise a `UserError` if a dataset fails, or its text column is ambiguous."""
+        for entry, dataset in self.given.items():
+            files = self.files[self.inputs.index(entry)]
+            for split in dataset.splits:
+                head = itertools.islice(dataset.records(split), SAMPLED_RECORDS)
+                column = self._column(dataset.name, head, self.arguments.text_column)
+                path = folder / dataset.name / f"{split}.jsonl"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                dataset.write(split, column or TEXT_COLUMNS[0], path, self.arguments.limit)
+                files.append(TextFile.at(path, is_named=True, val=split == "validation"))
 
     def units(self) -> list[Unit]:
         """Divide the text into units. The text of validation splits comes first: of repeated documents, the first is kept.

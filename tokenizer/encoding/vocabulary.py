@@ -264,8 +264,11 @@ class SavedTokenizer:
 
 
 def load(name: str | Path) -> "PreTrainedTokenizerBase":
-    """Load a fast tokenizer from a folder or the Hub. Raise a `UserError` if there is none, or only a slow one."""
+    """Load a fast tokenizer from a folder, a `tokenizer.json` or the Hub. In a file, `<|endoftext|>` ends documents.
+    Raise a `UserError` if there is none, or only a slow one."""
     folder = Path(name)
+    if folder.is_file():
+        return _from_file(folder)
     if not folder.exists():
         hub.require(str(name), "a tokenizer", "tokenizer.json", "tokenizer_config.json", "vocab.json")
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():  # AutoTokenizer would return an empty one
@@ -282,6 +285,17 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
     if not tokenizer.is_fast:
         raise UserError(f"{name} is a slow tokenizer; only fast ones (tokenizer.json) are supported.")
     return tokenizer
+
+
+def _from_file(path: Path) -> "PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        rust = Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust library raises no narrower class
+        raise UserError(f"{path} is not a tokenizer.json: {hub.shortened(error)}.") from error
+    eos = END_OF_TEXT if rust.token_to_id(END_OF_TEXT) is not None else None
+    return PreTrainedTokenizerFast(tokenizer_object=rust, eos_token=eos)
 
 
 def check_ids(tokenizer: "PreTrainedTokenizerBase | SavedTokenizer", name: object) -> None:

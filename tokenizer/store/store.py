@@ -30,9 +30,11 @@ from common.errors import Problems, UserError, check_format, disk_errors
 from tokenizer.cleaning.cleaning import RuleStats
 from tokenizer.corpus.files import PACKED_STORE, unpack_command
 
-if TYPE_CHECKING:  # workers import this module too, and start faster without transformers
+if TYPE_CHECKING:  # importing them takes a second
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
+HUB_SPLITS = {"train": "train", "val": "validation"}  # names of the splits in `datasets`
 FORMAT_VERSION = 2
 SPLITS = ("train", "val")
 MAX_UINT16_VOCAB = 65_500  # Megatron's limit for uint16
@@ -78,6 +80,7 @@ class Metadata:
     hub_datasets: list[str] = field(default_factory=list)  # sources that are on the Hub, not on a local disk
     commits: dict[str, str] = field(default_factory=dict)  # of these sources, by name
     validation_splits: list[str] = field(default_factory=list)  # source of the validation text if none was held out
+    licenses: dict[str, str] = field(default_factory=dict)  # of the installed packages whose files were read
     format_version: int = FORMAT_VERSION
 
     @property
@@ -137,6 +140,25 @@ class TokenStore:
     def in_memory(self, split: str) -> np.ndarray:
         """Return the tokens of a split, (tokens,), in RAM."""
         return np.fromfile(self.folder / tokens_file(split), np.dtype(self.metadata.dtype).newbyteorder("<"))
+
+    def dataset(self, split: str, block_size: int) -> "Dataset":
+        """Return a split as a `datasets.Dataset` of `input_ids`, (tokens // block_size rows, block_size), for `Trainer`,
+        TRL and other programs. Its Arrow table is the memory map, which is not copied. The last tokens that do not fill
+        a block are left out. Raise a `UserError` if there is no full block."""
+        import datasets
+        import pyarrow as pa
+
+        tokens = self.memory_map(split)
+        rows = len(tokens) // block_size if block_size > 0 else 0
+        if not rows:
+            raise UserError(f"{self.folder} has {len(tokens):,} tokens in {split}, and block_size is {block_size:,}.")
+        values = pa.Array.from_buffers(
+            pa.from_numpy_dtype(tokens.dtype.newbyteorder("=")), rows * block_size, [None, pa.py_buffer(tokens)]
+        )
+        table = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(values, block_size)})
+        name = f"{getattr(self.metadata, split).sha256}-{block_size}"  # without it, all tokens would be hashed
+        fingerprint = hashlib.sha256(name.encode()).hexdigest()[:16]
+        return datasets.Dataset(table, split=HUB_SPLITS[split], fingerprint=fingerprint)
 
     def offsets(self, split: str) -> np.ndarray:
         """Return the offsets of documents, (documents + 1,) int64: document i is tokens[offsets[i]:offsets[i + 1]].
@@ -284,6 +306,7 @@ def finish(folder: Path, splits: dict[str, tuple[int, int, int]], **about: Any) 
         for split, numbers in splits.items()
     }
     metadata = Metadata(**described, tokenizer_sha256=file_sha256(folder / "tokenizer" / "tokenizer.json"), **about)
-    # Older versions refuse the newer key.
-    content = {name: value for name, value in asdict(metadata).items() if value or name != "validation_splits"}
+    # Older versions refuse newer keys.
+    newer = ("validation_splits", "licenses")
+    content = {name: value for name, value in asdict(metadata).items() if value or name not in newer}
     write_atomic(folder / "metadata.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")

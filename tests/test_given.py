@@ -1,0 +1,157 @@
+"""Datasets of a Python program: the same store as from files, resuming, and datasets that cannot be used."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, Value, interleave_datasets
+
+from conftest import REPOSITORY, assert_one_sentence, contents, prose, wait_until
+from tokenizer import pretokenize
+from tokenizer.corpus import given, units
+from tokenizer.store.store import TokenStore
+
+TEXTS = [f"{i}: naïve 雪 {prose(i, 40)}" for i in range(400)]
+ROWS = [{"id": i, "text": text} for i, text in enumerate(TEXTS)]
+SETTINGS = {"vocab_size": 300, "validation_fraction": 0.1, "quiet": True}
+TOKENS = ("train.bin", "val.bin", "train.bin.index", "val.bin.index", "tokenizer/tokenizer.json")
+
+
+def iterable(rows: list[dict]) -> IterableDataset:
+    return IterableDataset.from_generator(lambda: iter(rows))
+
+
+def tokens(folder: Path) -> list[bytes]:
+    content = contents(folder)
+    return [content[name] for name in TOKENS]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> list[bytes]:
+    folder = tmp_path_factory.mktemp("expected")
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    command = ["-m", "tokenizer.pretokenize", "--input", folder / "texts.jsonl", "--output", folder / "store"]
+    flags = ["--vocab_size", 300, "--validation_fraction", 0.1]
+    subprocess.run([sys.executable, *map(str, command + flags)], check=True, cwd=REPOSITORY)
+    return tokens(folder / "store")
+
+
+@pytest.mark.parametrize("num_proc", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["Dataset", "IterableDataset"])
+def test_dataset_gives_the_same_store_as_the_command(expected, tmp_path, monkeypatch, kind, num_proc):
+    monkeypatch.setattr(units, "UNIT_BYTES", 10_000)
+    data = Dataset.from_list(ROWS) if kind == "Dataset" else iterable(ROWS)
+    store = pretokenize(data, tmp_path / "store", num_proc=num_proc, **SETTINGS)
+    assert tokens(tmp_path / "store") == expected
+    assert store.metadata.sources == [kind]
+    assert os.listdir(tmp_path) == ["store"] or sorted(os.listdir(tmp_path)) == [".store.lock", "store"]
+
+
+def test_own_filters_splits_paths_and_lists_are_used(tmp_path):
+    odd = iterable(ROWS).filter(lambda row: row["id"] % 2).map(lambda row: {"text": row["text"].upper()})
+    store = pretokenize(odd, tmp_path / "odd", **SETTINGS)
+    assert store.metadata.counts["documents"] == 200
+    both = interleave_datasets([iterable(ROWS[:100]), iterable(ROWS[100:200])])
+    assert pretokenize(both, tmp_path / "both", **SETTINGS).metadata.counts["documents"] == len([*both])
+    splits = IterableDatasetDict({"train": iterable(ROWS[:300]), "validation": iterable(ROWS[300:]), "other": both})
+    assert pretokenize(splits, tmp_path / "splits", **SETTINGS).metadata.val.documents == 100
+    (tmp_path / "a.txt").write_text(prose(1))
+    data = [tmp_path / "a.txt", Dataset.from_list(ROWS), Dataset.from_list(ROWS)]
+    store = pretokenize(data, tmp_path / "list", weights=[1, 1, 2], dedup="no", **SETTINGS)
+    assert store.metadata.sources == [str(tmp_path / "a.txt"), "Dataset 2", "Dataset 3"]
+
+
+def test_chats_are_rendered(tmp_path):
+    chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
+    data = Dataset.from_list([{"messages": chat, "n": i} for i in range(100)])
+    store = pretokenize(data, tmp_path / "chat", chat_template="chatml", vocab_size=300, quiet=True)
+    assert "<|im_start|>assistant\nHi.<|im_end|>" in store.load_tokenizer().decode(store.memory_map("train")[:60])
+
+
+def test_limits_end_infinite_datasets(tmp_path, monkeypatch):
+    endless = iterable(ROWS).repeat(None)
+    store = pretokenize(endless, tmp_path / "documents", max_documents=1000, **SETTINGS)
+    assert store.metadata.counts["documents"] == 1000
+    assert pretokenize(endless, tmp_path / "bytes", max_bytes="100kB", **SETTINGS).metadata.counts["bytes"] < 100_001
+    monkeypatch.setattr(given, "FREE_BYTES", shutil.disk_usage(tmp_path).free)
+    monkeypatch.setattr(given, "CHECKED_CHARACTERS", 100_000)
+    sentence = r"IterableDataset has more than .* GB free; set max_bytes or max_documents, or name an output"
+    assert_one_sentence(sentence, pretokenize, endless, tmp_path / "disk", **SETTINGS)
+
+
+KILLED = """
+import sys; from pathlib import Path
+from tokenizer import pretokenize
+from tokenizer.corpus import units
+from datasets import Dataset
+from test_given import ROWS, SETTINGS, iterable
+units.UNIT_BYTES = 10_000
+rows = ROWS[:-1] + [{"id": 0, "text": "changed"}] if "changed" in sys.argv else ROWS
+rows = [{"id": 0, "text": "changed"}] + ROWS[1:] if "changed first" in sys.argv else rows
+data = iterable(rows) if "iterable" in sys.argv else Dataset.from_list(rows)
+pretokenize(data, "store", num_proc=2, **SETTINGS | {"quiet": False})
+"""
+
+
+@pytest.mark.parametrize(("kind", "change"), [("Dataset", "changed"), ("iterable", "changed first")])
+def test_killed_program_resumes_and_another_dataset_is_refused(expected, tmp_path, kind, change):
+    def start(*more: str) -> subprocess.Popen:
+        environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([sys.executable, "-c", KILLED, kind, *more], cwd=tmp_path, env=environment, **pipes)
+
+    with start() as process:
+        wait_until(lambda: list(tmp_path.glob(".store.unfinished/parts/*.json")) or process.poll() is not None)
+        process.send_signal(signal.SIGKILL)
+    with start(change) as process:
+        _, wrong = process.communicate(timeout=600)
+    assert re.search(r"store was started with other text or settings \(\w+/train was changed\); undo", wrong)
+    with start() as process:
+        said, wrong = process.communicate(timeout=600)
+    assert process.returncode == 0, wrong
+    assert "Resuming store: " in said
+    assert "Copying" not in said
+    assert tokens(tmp_path / "store") == expected
+
+
+def failing():
+    yield from ROWS[:200]
+    raise ConnectionError("the line is cut")
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "sentence"),
+    [
+        (Dataset.from_dict({"n": [1, 2]}), {}, r"Dataset has no obvious text column; its columns are n: choose one"),
+        (Dataset.from_dict({"a": ["x y", "z"], "b": ["u", "v"]}), {}, r"its columns are a, b: choose one with"),
+        (Dataset.from_dict({"text": []}), {}, r"Dataset has no rows; give a dataset with text"),
+        (Dataset.from_dict({"text": [None] * 5}, features=None), {}, r"records have no text and 0 have text|no text"),
+        (Dataset.from_dict({"text": [[["a"]]] * 50}), {}, r"no text"),
+        (Dataset.from_dict({"text": [1, 2]}).cast_column("text", Value("int64")), {}, r"no text"),
+        (DatasetDict({"test": Dataset.from_list(ROWS)}), {}, r"DatasetDict has no split train, only test; give one"),
+        (IterableDataset.from_generator(failing), {}, r"Reading IterableDataset stopped: the line is cut\. Correct"),
+        (iterable([]), {}, r"no text"),
+        (iterable([*ROWS[:50], *({"body": "x"} for _ in range(50))]), {}, r"50 records have no text and 50 have text"),
+        (ROWS, {}, r"The data are of the type dict; give a Dataset, an IterableDataset, a dict of splits, or paths"),
+        ({"train": "x"}, {}, r"The data are of the type dict; give a Dataset"),
+        (Dataset.from_list(ROWS), {"vocab_siz": 300}, r"Unknown flag --vocab_siz\. Did you mean --vocab_size\?"),
+        (Dataset.from_list(ROWS), {"validation_fraction": 2}, r"validation_fraction is 2\.0; it must be above 0 and"),
+        (Dataset.from_list(ROWS), {"text_column": "body"}, r"Dataset has no column 'body'; its columns are id, text"),
+    ],
+)
+def test_unusable_datasets_end_in_one_sentence(tmp_path, data, settings, sentence):
+    assert_one_sentence(sentence, pretokenize, data, tmp_path / "store", quiet=True, **settings)
+    assert not (tmp_path / "store").exists()
+
+
+def test_the_same_call_opens_the_finished_store(tmp_path, capsys):
+    data = Dataset.from_list(ROWS)
+    pretokenize(data, tmp_path / "store", **SETTINGS)
+    assert isinstance(pretokenize(data, tmp_path / "store", vocab_size=300, validation_fraction=0.1), TokenStore)
+    assert capsys.readouterr().out == f"{tmp_path / 'store'} already contains these tokens.\n"

@@ -1,0 +1,178 @@
+"""Make a token store of tokens that another program wrote: headerless binaries, such as nanoGPT's `train.bin`."""
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+
+from common import schema
+from common.atomic import unfinished_path, write_atomic
+from common.errors import NONSENSE, Problems, UserError, disk_errors
+from common.limits import setting
+from tokenizer.build import report
+from tokenizer.build.recipe import SEED
+from tokenizer.corpus.documents import Counts
+from tokenizer.corpus.file_finder import TextFile
+from tokenizer.encoding import encode, vocabulary
+from tokenizer.store.store import RESUMES, STORE_FILES, TokenStore, dtype_of, finish, index_file, tokens_file
+
+BLOCK_TOKENS = 1 << 24
+SCANNED_IDS = 100_000  # to recognize a wrong type
+DTYPES = ("uint16", "int16", "uint32", "int32", "int64")
+
+
+@dataclass
+class ImportArguments:
+    import_tokens: str | None = setting(
+        None, "Make a store of a headerless file of token ids instead of text, such as nanoGPT's train.bin."
+    )
+    dtype: Literal["uint16", "int16", "uint32", "int32", "int64"] | None = setting(
+        None, "Type of these ids; by default that in NAME_metadata.json next to NAME.bin, if there is one."
+    )
+    val: str | None = setting(None, "File of ids for validation; by default the end of --import_tokens.")
+
+    def problems(self, tokenizer: str | None) -> Iterator[str]:
+        """Yield what is wrong, one sentence each."""
+        if self.import_tokens is None:
+            names = [f"--{name}" for name in ("dtype", "val") if getattr(self, name) is not None]
+            if names:
+                yield f"{' and '.join(names)} apply only to --import_tokens."
+            return
+        if tokenizer is None:
+            yield "--import_tokens needs --tokenizer: the folder, tokenizer.json or Hub id that the ids belong to."
+        recorded = recorded_dtype(Path(self.import_tokens))
+        if None not in (self.dtype, recorded) and self.dtype != recorded:
+            yield f"--dtype is {self.dtype}, but the metadata next to {self.import_tokens} state {recorded}."
+        if self.dtype is None and recorded is None:
+            yield f"--import_tokens needs --dtype ({', '.join(DTYPES)}): the file itself does not state its type."
+
+
+def recorded_dtype(path: Path) -> str | None:
+    """Return the type that `NAME_metadata.json` states for `NAME.bin`, or None."""
+    try:
+        dtype = schema.read(path.with_name(f"{path.stem}_metadata.json"), dict[str, Any]).get("dtype")
+    except (OSError, *NONSENSE):
+        return None
+    return dtype if dtype in DTYPES else None
+
+
+class ImportedSplit:
+    """Ids of one file, or of a part of it, in the units of its tokenizer."""
+
+    def __init__(self, path: Path, dtype: str, vocab_size: int, eos: int | None):
+        """Read all ids once. Raise a `UserError` if the file is not made of ids of this type and vocabulary."""
+        itemsize, size = np.dtype(dtype).itemsize, TextFile.at(path).size
+        if size == 0 or size % itemsize:
+            raise UserError(f"{path} has {size:,} bytes, which are not ids of {itemsize} bytes each; check --dtype.")
+        self.path, self.ids = path, np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r")  # (n,)
+        if itemsize < 8 and len(self.ids) > 2 and not self.ids[1:SCANNED_IDS:2].any():
+            raise UserError(
+                f"Every second id of {path} is 0, as in a file of a larger type than {dtype}; check --dtype."
+            )
+        ends = []
+        for start in range(0, len(self.ids), BLOCK_TOKENS):
+            block = self.ids[start : start + BLOCK_TOKENS]
+            wrong = np.flatnonzero((block < 0) | (block >= vocab_size))
+            if len(wrong):
+                raise UserError(
+                    f"{path} contains id {int(block[wrong[0]]):,} at place {start + wrong[0]:,}, but the tokenizer has "
+                    f"{vocab_size:,} tokens; check --dtype and --tokenizer."
+                )
+            if eos is not None:
+                ends.append(start + 1 + np.flatnonzero(block == eos))
+        self.ends = np.concatenate(ends) if ends else np.zeros(0, dtype=np.int64)  # (documents,) in tokens
+        if not len(self.ends) or self.ends[-1] < len(self.ids):
+            self.ends = np.append(self.ends, len(self.ids))
+
+    def divided_at(self, fraction: float) -> int:
+        """Return the first token of the end that is held out: about `fraction` of all, from the start of a document if
+        one is near. Raise a `UserError` for a single token."""
+        if len(self.ids) < 2:
+            raise UserError(f"{self.path} has one token, which cannot be divided; give --val.")
+        wanted = min(len(self.ids) - 1, max(1, round(len(self.ids) * (1 - fraction))))
+        nearest = int(self.ends[np.argmin(np.abs(self.ends - wanted))])
+        is_near = abs(nearest - wanted) < len(self.ids) * fraction / 2
+        return nearest if is_near and nearest < len(self.ids) else wanted
+
+    def write(self, folder: Path, split: str, start: int, stop: int, lengths: np.ndarray, dtype: str) -> tuple:
+        """Write a part of the ids and its index. Return its numbers of tokens, documents and bytes of text."""
+        n_bytes = 0
+        with (folder / tokens_file(split)).open("wb") as file:
+            for block in self._blocks(start, stop):
+                n_bytes += int(lengths[block].sum())
+                _write(file, block.astype(np.dtype(dtype).newbyteorder("<")))
+        ends = self.ends[(self.ends > start) & (self.ends < stop)].tolist()
+        with (folder / index_file(split)).open("wb") as file:
+            _write(file, np.array([*ends, stop], dtype="<u8") - np.uint64(start))
+        return stop - start, len(ends) + 1, n_bytes
+
+    def _blocks(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        for first in range(start, stop, BLOCK_TOKENS):
+            yield self.ids[first : min(first + BLOCK_TOKENS, stop)]
+
+
+def _write(file: BinaryIO, array: np.ndarray) -> None:
+    file.write(array)  # `tofile` does not report why it fails
+
+
+def import_store(
+    arguments: ImportArguments, name: str, fraction: float, folder: Path, say: Callable[[str], None]
+) -> TokenStore:
+    """Make the store in `folder`, or open it if it was made of the same files. `name` is the tokenizer.
+    Raise a `UserError` if files, types or ids are wrong, or `folder` contains something else."""
+    paths = [Path(path).expanduser() for path in (arguments.import_tokens, arguments.val) if path is not None]
+    files = [TextFile.at(path) for path in paths]
+    inputs = [[file.path, file.size, file.modified] for file in files]
+    dtype = arguments.dtype or recorded_dtype(paths[0])
+    settings = {**vars(arguments), "dtype": dtype, "tokenizer": name, "cleaning": [], "dedup": "no", "seed": SEED}
+    settings["validation_fraction"] = fraction
+    if TokenStore.is_store(folder):
+        store = TokenStore(folder)
+        same = store.metadata.settings == settings and json.loads((folder / "inputs.json").read_text()) == inputs
+        if not same:
+            raise UserError(f"{folder} was made of other files or settings; choose another --output or delete it.")
+        say(f"{folder} already contains these tokens.")
+        return store
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not an empty folder; choose another --output.")
+    tokenizer = vocabulary.load(name)
+    vocabulary.check_ids(tokenizer, name)
+    size, eos, problems = len(tokenizer), tokenizer.eos_token_id, Problems()
+    splits = [problems.add_of(ImportedSplit, [path, dtype, size, eos]) for path in paths]
+    problems.refuse()
+    texts = encode.token_bytes(tokenizer.backend_tokenizer)
+    lengths = np.array([*map(len, texts), *[0] * (size - len(texts))], dtype=np.int64)  # (vocab_size,)
+    cut = len(splits[0].ids) if len(splits) == 2 else splits[0].divided_at(fraction)
+    bounds = {"train": (splits[0], 0, cut), "val": (splits[-1], 0 if len(splits) == 2 else cut, len(splits[-1].ids))}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with disk_errors(folder, RESUMES), unfinished_path(folder.resolve(), ".importing", STORE_FILES) as draft:
+        vocabulary.save(tokenizer, draft / "tokenizer")
+        write_atomic(draft / "inputs.json", json.dumps(inputs))
+        of = {
+            split: each.write(draft, split, *ends, lengths, dtype_of(size)) for split, (each, *ends) in bounds.items()
+        }
+        counts = Counts(documents=sum(len(each.ends) for each in splits), bytes=sum(part[2] for part in of.values()))
+        finish(
+            draft,
+            of,
+            dtype=dtype_of(size),
+            vocab_size=size,
+            tokenizer_type=type(tokenizer.backend_tokenizer.model).__name__.lower(),
+            eos_token_id=eos,
+            sources=[str(path) for path in paths],
+            validation_splits=[str(paths[1])] if len(paths) == 2 else [],
+            settings=settings,
+            counts=asdict(counts) | {"links": 0, "tails": 0},
+            cleaning={},
+            repeated_documents=0,
+            command=shlex.join(["python", *sys.orig_argv[1:]]),
+        )
+        report.write_store_report(TokenStore(draft), tokenizer.backend_tokenizer)
+    store = TokenStore(folder)
+    say(report.summary(store, is_cache=False))
+    return store

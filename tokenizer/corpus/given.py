@@ -1,0 +1,94 @@
+"""Datasets of a Python program: `Dataset`, `IterableDataset`, or a dict with one per split.
+
+Their text is first written to the disk, in order, as jsonl. The shards of an `IterableDataset` that is shuffled,
+interleaved or limited contain other documents than the whole, so several processes cannot read it directly.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError, require_room
+from tokenizer.corpus.documents import Limit
+from tokenizer.corpus.hub import shortened
+
+COMPARED_RECORDS = 100  # at the beginning of an `IterableDataset`, which has no identity of its own
+SPLITS = ("train", "validation")
+AT_ONCE = 1000  # records
+FREE_BYTES = 500_000_000  # disk space that a dataset of unknown size leaves
+CHECKED_CHARACTERS = FREE_BYTES // 10  # between two checks; JSON writes a character in up to six bytes
+
+
+@dataclass(frozen=True)
+class GivenDataset:
+    name: str
+    splits: dict[str, Any]  # a `Dataset` or `IterableDataset` for train, and for validation if it exists
+
+    @classmethod
+    def of(cls, data: Any, number: int) -> "GivenDataset":
+        """Raise a `UserError` if `data` is not a dataset, or has no rows or no split train."""
+        import datasets
+
+        name = f"{type(data).__name__}{f' {number}' if number > 1 else ''}"
+        splits = data if isinstance(data, dict) else {"train": data}
+        if not all(isinstance(part, datasets.Dataset | datasets.IterableDataset) for part in splits.values()):
+            raise UserError(
+                f"The data are of the type {name}; give a Dataset, an IterableDataset, a dict of splits, or paths."
+            )
+        splits = {split: splits[split] for split in SPLITS if split in splits}
+        if "train" not in splits:
+            raise UserError(f"{name} has no split train, only {', '.join(data) or 'none'}; give one split.")
+        rows = {split: len(part) if isinstance(part, datasets.Dataset) else 1 for split, part in splits.items()}
+        if not rows["train"]:
+            raise UserError(f"{name} has no rows; give a dataset with text.")
+        return cls(name, {split: part for split, part in splits.items() if rows[split]})
+
+    def identity(self) -> list[list]:
+        """Return name, rows (0 if unknown) and a hash of each split, to compare before interrupted work resumes."""
+        identity = []
+        for split, part in self.splits.items():
+            rows = getattr(part, "num_rows", 0)
+            if rows:
+                content = part._fingerprint
+            else:
+                content = json.dumps([*itertools.islice(self.records(split), COMPARED_RECORDS)], default=str)
+            identity.append([f"{self.name}/{split}", rows, int(hashlib.sha256(content.encode()).hexdigest()[:15], 16)])
+        return identity
+
+    def records(self, split: str, column: str | None = None) -> Iterator[dict[str, Any]]:
+        """Yield the records of a split, or only one column of them. Raise a `UserError` if the dataset fails."""
+        part = self.splits[split].with_format(None)
+        try:
+            if column is None or not hasattr(part, "num_rows"):
+                yield from part
+                return
+            for batch in part.select_columns([column]).iter(AT_ONCE):
+                yield from ({column: value} for value in batch[column])
+        except Exception as error:  # of the program that made the dataset
+            reason = shortened(error) or type(error).__name__
+            raise UserError(f"Reading {self.name} stopped: {reason}. Correct that, and run the same again.") from error
+
+    def write(self, split: str, column: str, path: Path, limit: Limit) -> None:
+        """Write the text of a split as jsonl, up to the limit or more. Raise a `UserError` before the disk is full."""
+        documents = characters = checked = 0
+        with path.open("w", encoding="utf-8") as file:
+            for record in self.records(split, column):
+                value = record.get(column)
+                text = value if isinstance(value, str) else ""
+                content = value if text or isinstance(value, list) else None
+                file.write(json.dumps({column: content}, default=lambda other: None) + "\n")
+                documents += isinstance(value, list) or bool(text.strip())
+                characters += len(text)
+                if documents > limit.documents or characters > limit.bytes:
+                    return
+                if characters > checked:
+                    checked = characters + CHECKED_CHARACTERS
+                    subject = (
+                        f"{self.name} has more than {characters / 1e9:.1f} GB of text, and its rest needs at least"
+                    )
+                    remedy = "set max_bytes or max_documents, or name an output on another disk"
+                    require_room(path.parent, FREE_BYTES, subject, remedy)
