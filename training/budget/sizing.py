@@ -10,12 +10,20 @@ from typing import Any
 import psutil
 from accelerate import Accelerator
 
+from common.command_line import fill
 from common.errors import UserError, counted
 from common.settings_file import read_yaml
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
-from training.budget.throughput import AFTER_VALIDATION, SCORING, Throughput, measure_speed, startup_seconds
+from training.budget.throughput import (
+    AFTER_VALIDATION,
+    SCORING,
+    Throughput,
+    assumed_speed,
+    measure_speed,
+    startup_seconds,
+)
 from training.checkpoints.backup import earlier_run
 from training.checkpoints.metrics import read_events
 from training.checkpoints.status import hours
@@ -30,7 +38,7 @@ from training.runtime.distributed import on_main
 from training.runtime.hardware import FILLS_A_GPU, MFU_OF_OTHERS, RENTALS, device_name, peak_flops, reported_mfu
 from training.runtime.restart import restarted
 from training.step.model import ModelArguments, model_config
-from training.step.optim import with_defaults
+from training.step.optim import OptimArguments, with_defaults
 from training.step.size import size_of
 
 PRESET_OF = {"gpt2": PRESETS / "gpt2.yaml", "modern": PRESETS / "gpt2_modern.yaml"}
@@ -43,6 +51,11 @@ VALIDATIONS = 5  # of a run, each with a checkpoint; the oldest of the last four
 SCORED_TOKENS = 32_768  # of a validation before the last
 COMPILED_SPEED = 1.4  # relative to steps without compilation, measured on two cores for 2 and 3 layers
 FIRST_STEP = {False: 3.0, True: 30.0}  # seconds until it is done, by whether steps are compiled: measured on two cores
+GUESSES = {
+    "cpu": 3e11,
+    "cuda": 5e13,
+    "mps": 3e12,
+}  # FLOP/s of a device; the steps of the best model for it are measured
 PROBE_SECONDS = 1.0
 TOLERANCE = 1.1  # of `scaling.deficit`: a budget may be too small for another layer and slightly too large without it
 BYTES_PER_PARAMETER = 18  # at most: weights, gradients and two moments in fp32, and weights in half precision
@@ -55,11 +68,15 @@ class Option:
 
     settings: dict[str, Any]  # by flag name: choices, and the values of flags of the same kind
     model: GPT2ScratchConfig
-    parameters: int  # weights in matrix products
     tokens: float
     unique: int  # tokens of the text
     family: str
     seconds: float | None  # estimated for the whole run
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights in matrix products."""
+        return size_of(self.model).products
 
     @property
     def epochs(self) -> float:
@@ -155,29 +172,30 @@ class Sizer:
         self.memory = on_main(accelerator, lambda: available_memory(accelerator, config.cost.plan_device, 0))
         self.unique = store.metadata.train.tokens
         self.left: float | None = None  # seconds of the budget that are left; None: no time limit
-        self.flops, self.source = 0.0, ""  # per second, of all devices
-        cost, name = config.cost, device_name(accelerator.device)
-        self.price = price_of(name, cost.plan_device, cost.hourly_price, accelerator.num_processes)
+        self.flops = 0.0  # per second, of all devices
 
     def choose(self, usage: float, tokenization: float) -> Sizing:
         """Return the choice. `usage`: seconds of the budget that have passed, without those of `tokenization`."""
         self._check_memory()
-        amount, total, deadline, verdict, speed = self.config.budget.amount, None, None, "", None
+        amount, cost, price = self.config.budget.amount, self.config.cost, None
+        total, deadline, verdict, speed = None, None, "", None
         if amount is not None and amount.unit != "flops":
-            total = self.price.seconds(amount)
-            self.left = total if self.config.cost.plan else total - usage
+            devices = device_name(self.accelerator.device), cost.plan_device
+            price = price_of(*devices, cost.hourly_price, self.accelerator.num_processes)
+            total = price.seconds(amount)
+            self.left = total if cost.plan else total - usage
             deadline = time.monotonic() + self.left
-            self._find_speed()
+            speed = self._find_speed()
         option = self._best(1.0)
         if option is None:
             raise UserError(self._too_small())
         self._check_text(option)
         rows = {name: self._best(factor) for name, factor in FACTORS.items()} if amount else {"this": option}
         rows = {name: row for name, row in rows.items() if row is not None}
-        if total is not None:
+        if price is not None:
             tokens = self._length(option.settings["tokens_per_step"]) or option.tokens
-            verdict = self.price.verdict(amount, self._seconds(option.model, tokens))
-            speed = Throughput(self._pace(option.model), self.source)
+            verdict = price.verdict(amount, self._seconds(option.model, tokens))
+            speed = replace(speed, tokens_per_second=self._pace(option.model))
         return Sizing(option, rows, verdict, total, deadline, tokenization, speed)
 
     def _bytes(self, model: GPT2ScratchConfig) -> float:
@@ -208,27 +226,25 @@ class Sizer:
 
     def _option(self, depth: int, factor: float) -> Option | None:
         model, amount = self._model(depth), self.config.budget.amount
-        N = size_of(model).products
         if self.left is not None:
             tokens = self._pace(model) * (self.left * factor - self._seconds(model, 0))
         elif amount is not None:
             tokens = factor * amount.number / flops_per_token(model)
         else:
-            tokens = self._length(0) or scaling.best_ratio(self.family, N) * N
-        tokens = max(1, min(tokens, self._length(0) or tokens))
-        batch = self._batch(model, tokens)
+            parameters = size_of(model).products
+            tokens = self._length(0) or scaling.best_ratio(self.family, parameters) * parameters
+        batch = self._batch(model, max(1, min(tokens, self._length(0) or tokens)))
         limit = self._length(batch)
-        tokens = min(tokens, limit or tokens)
-        if tokens < batch:
+        steps = int(min(tokens, limit or tokens) / batch)
+        if steps < 1:
             return None
-        steps = int(tokens / batch)
-        settings = self._shape(depth) | self._recipe(model, batch, steps) | self.given | {"max_steps": steps}
+        settings = self._settings(depth, batch, steps) | {"max_steps": steps}
         settings |= {"num_train_epochs": None, "max_train_tokens": None}
         seconds = None
         if self.left is not None:
             seconds = self._seconds(model, steps * batch)
             settings["max_train_tokens"] = limit and int(limit)  # for a resumed run, while its length is an estimate
-        return Option(settings, model, N, steps * batch, self.unique, self.family, seconds)
+        return Option(settings, model, steps * batch, self.unique, self.family, seconds)
 
     def _batch(self, model: GPT2ScratchConfig, tokens: float) -> int:
         """Return the tokens per step of a run that trains on `tokens`."""
@@ -236,9 +252,9 @@ class Sizer:
         return self.given.get("tokens_per_step") or max(1, scaling.best_batch(tokens) // unit) * unit
 
     def _model(self, depth: int) -> GPT2ScratchConfig:
-        return model_config(ModelArguments(**self._shape(depth)), self.store.metadata.vocab_size)
+        return model_config(self._arguments(depth), self.store.metadata.vocab_size)
 
-    def _shape(self, depth: int) -> dict[str, Any]:
+    def _arguments(self, depth: int) -> ModelArguments:
         """Return the settings of a model with `depth` layers."""
         width, is_modern = self.given.get("n_embd", WIDTH * depth), self.family == "modern"
         has_large_heads = is_modern and depth >= 12 and depth % 2 == 0  # of size 128, as in the presets
@@ -248,14 +264,14 @@ class Sizer:
             "n_embd": width,
             "n_positions": scaling.best_context(width),
             "initializer_range": round((0.577 if is_modern else 0.554) / math.sqrt(width), 4),
+            "attention_scale": 0.12 if has_large_heads else None,
         }
-        shape |= {"attention_scale": 0.12} if has_large_heads else {}
-        return vars(self._part("model", shape | self.given))
+        return fill([ModelArguments], shape | self.given)[0]
 
-    def _recipe(self, model: GPT2ScratchConfig, batch: int, steps: int) -> dict[str, Any]:
-        """Return batch, rates, schedule, and the steps between validations and checkpoints."""
-        every = max(1, steps // VALIDATIONS)
-        recipe = {
+    def _settings(self, depth: int, batch: int, steps: int) -> dict[str, Any]:
+        """Return the settings of a run: model, batch, rates, schedule, and steps between validations and checkpoints."""
+        model, every = self._arguments(depth), max(1, steps // VALIDATIONS)
+        settings = self.architecture | {
             "tokens_per_step": batch,
             "eval_steps": every,
             "save_steps": every,
@@ -264,19 +280,15 @@ class Sizer:
             "logging_steps": max(1, min(50, steps // 50)),
             "lr_scheduler_type": "warmup_stable_decay",
         }
-        settings = recipe | self.architecture | self.given
-        if self._part("optim", settings).optimizer == "adamw":
-            rates = {"learning_rate": scaling.adam_rate(model.n_embd), "min_learning_rate": 0.0}
-            settings = rates | {"warmup_steps": round(0.05 * steps)} | settings
-        optim = with_defaults(self._part("optim", settings), set(settings), batch, model)
+        if (self.architecture | self.given).get("optimizer", "adamw") == "adamw":
+            settings |= {"learning_rate": scaling.adam_rate(model.n_embd), "min_learning_rate": 0.0}
+            settings |= {"warmup_steps": round(0.05 * steps)}
+        settings |= self.given
+        optim = with_defaults(fill([OptimArguments], settings)[0], {*settings}, batch, model)
         decay = scaling.weight_decay(optim.optimizer, optim.learning_rate, batch, steps * batch)
         rates = vars(optim) | {"weight_decay": decay}
-        return recipe | {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in rates.items()}
-
-    def _part(self, name: str, settings: dict[str, Any]) -> Any:
-        """Return a part of the configuration with its defaults, except for `settings`."""
-        kind = type(getattr(self.config, name))
-        return kind(**{key: value for key, value in settings.items() if key in kind.__dataclass_fields__})
+        rates = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in rates.items()}
+        return vars(model) | settings | rates | self.given
 
     def _length(self, batch: int) -> float | None:
         """Return the given number of training tokens, or None. `batch`: tokens per step."""
@@ -294,41 +306,33 @@ class Sizer:
         """Return tokens per second of all devices."""
         return self.flops / flops_per_token(model)
 
-    def _find_speed(self) -> None:
-        """Find FLOP/s: from published results for a model that fills a known GPU, otherwise from a few steps without
-        compilation, of a small model and then of the best one for that speed."""
+    def _find_speed(self) -> Throughput:
+        """Return the speed of the best model, and set FLOP/s: from published results if the model fills a known GPU,
+        otherwise from a few steps of the best model for a first guess, without compilation."""
         plan_device, processes = self.config.cost.plan_device, self.accelerator.num_processes
         device = RENTALS[plan_device].datasheet if plan_device else device_name(self.accelerator.device)
-        if (peak := peak_flops(device, self.setup.mixed_precision)) is not None:
-            _, usual, _ = reported_mfu(device) or MFU_OF_OTHERS
-            self.flops = usual * peak * processes
-            self.source = f"{usual:.0%} of the peak of {device}, as others report"
-            option = self._best(1.0)
-            if option is not None and option.parameters >= FILLS_A_GPU:
-                return
-            if plan_device:
-                raise UserError(
-                    f"plan_device is {plan_device}, but the best model for the budget is smaller than "
-                    f"{FILLS_A_GPU / 1e6:.0f}M parameters: no speed is published for it; use a larger --budget, or "
-                    "plan without --plan_device on the device itself."
-                )
-        printer(self.accelerator)("Measuring the speed of this device in a few steps ...")
-        self.source = "measured over a few steps without compilation"
-        depth = self.depths[:2][-1]
-        self.flops = self._probe(depth, 1)
+        peak = peak_flops(device, self.setup.mixed_precision)
+        _, usual, _ = reported_mfu(device) or MFU_OF_OTHERS
+        self.flops = processes * (usual * peak if peak else GUESSES[self.accelerator.device.type])
         option = self._best(1.0)
-        if option is not None and option.model.n_layer != depth:
-            self.flops = self._probe(option.model.n_layer, option.tokens)
-
-    def _probe(self, depth: int, tokens: float) -> float:
-        """Measure FLOP/s of all devices for a model with `depth` layers and the batch for `tokens`."""
-        model = self._model(depth)
-        settings = self._shape(depth) | self._recipe(model, self._batch(model, tokens), steps=1000)
+        if option is not None and (speed := assumed_speed(device, option.model, self.setup.mixed_precision, processes)):
+            return speed
+        if plan_device:
+            raise UserError(
+                f"plan_device is {plan_device}, but the best model for the budget is smaller than "
+                f"{FILLS_A_GPU / 1e6:.0f}M parameters: no speed is published for it; use a larger --budget, or "
+                "plan without --plan_device on the device itself."
+            )
+        printer(self.accelerator)("Measuring the speed of this device in a few steps ...")
+        depth, tokens = (self.depths[0], 1) if option is None else (option.model.n_layer, option.tokens)
+        settings = self._settings(depth, self._batch(self._model(depth), tokens), steps=1000)
         config, eager = self.config.with_settings(settings), replace(self.setup, torch_compile=False)
         plan = make_plan(config, self.sample, self.sample.load_tokenizer(), self.accelerator, eager)
         speed = measure_speed(config, plan, eager, self.accelerator, self.sample, steps=2, seconds=PROBE_SECONDS)
         gain = COMPILED_SPEED if self.setup.torch_compile else 1.0
-        return on_main(self.accelerator, lambda: gain * speed.tokens_per_second * flops_per_token(model))
+        flops = gain * speed.tokens_per_second * flops_per_token(plan.model)
+        self.flops = on_main(self.accelerator, lambda: flops)
+        return Throughput(0.0, "measured over a few steps without compilation")
 
     def _too_small(self) -> str:
         model = self._model(self.depths[0])
