@@ -27,7 +27,7 @@ from training.guard.watchdog import Watchdog
 from training.log.profile import Profiler
 from training.log.run_log import RunLog
 from training.plan.run import Run, begin_run, finish_again, is_finished, print_end
-from training.preflight import check, decide_run, setup_of, with_attention
+from training.preflight import check, decide_run, setup_of
 from training.report.validation import Validation
 from training.runtime.restart import restarting
 from training.step.optim import schedule
@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> None:
     with job(setup, folder, trackers, config.stopping, config.flat()) as (accelerator, watchdog):
         # Decide: all problems are found here, before the first step.
         config, sizing = resolve(config, accelerator, setup)
-        run = decide_run(config, with_attention(setup, config), accelerator)
+        run = decide_run(config, setup, accelerator)
         code = train(config, sizing, run, watchdog) if not is_finished(run) else finish_again(run, config.optim)
     if code:
         sys.exit(code)

@@ -35,8 +35,7 @@ from training.guard.health import Health, HealthArguments
 from training.guard.learning import LearningCheck
 from training.preflight import make_plan, setup_of
 from training.runtime import distributed
-from training.runtime.device import Setup
-from training.runtime.fsdp_settings import ASKED, Sharding
+from training.runtime.device import SHARDING, Setup
 from training.step import sharding
 from training.step.loss import NextTokenLoss
 from training.step.optim import OptimArguments, build_optimizer
@@ -53,7 +52,7 @@ def sharded(accelerator: Accelerator, tied: bool = False) -> tuple[GPT2ScratchFo
     """Return a sharded model and its loss, with the same weights at each call."""
     torch.manual_seed(0)
     model = GPT2ScratchForCausalLM(GPT2ScratchConfig(**CONFIG.to_diff_dict() | {"tie_word_embeddings": tied}))
-    return model, shard(NextTokenLoss(model), accelerator, Sharding())
+    return model, shard(NextTokenLoss(model), accelerator, "device")
 
 
 def learn(accelerator: Accelerator, loss: torch.nn.Module, seed: int = 0) -> torch.Tensor:
@@ -210,7 +209,7 @@ def check_each_block_is_the_same_graph(accelerator: Accelerator) -> None:
 
 
 if __name__ == "__main__":
-    os.environ[ASKED] = "false"
+    os.environ[SHARDING] = "false"
     checks = [check for name, check in list(globals().items()) if name.startswith("check_")]
     for check in checks:
         reset_accelerate()

@@ -20,9 +20,9 @@ CONFIG = GPT2ScratchConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, 
     ("precision", "context", "attention"), [("bf16", 512, "eager"), ("bf16", 1024, "sdpa"), ("no", 512, "sdpa")]
 )
 def test_auto_chooses_eager_attention_on_a_cpu_if_faster(precision, context, attention):
-    assert decide(DeviceArguments(mixed_precision=precision), context).attn_implementation == attention
+    assert decide(DeviceArguments(mixed_precision=precision), context).attention(context) == attention
     choice = DeviceArguments(mixed_precision=precision, attn_implementation="flex_attention")
-    assert decide(choice, context).attn_implementation == "flex_attention"
+    assert decide(choice, context).attention(context) == "flex_attention"
 
 
 @pytest.mark.parametrize(("bf16_residual", "expectation"), [(False, torch.float32), (True, torch.bfloat16)])

@@ -43,8 +43,7 @@ from training.evaluation import panel
 from training.evaluation.memorization import memorization
 from training.evaluation.scoring import score_split
 from training.report.report import evaluated_run, keep_evaluation, show_evaluation
-from training.runtime.device import keep_freed_memory
-from training.runtime.fsdp_settings import keep_accelerate_from_sharding
+from training.runtime.device import keep_accelerate_from_sharding, keep_freed_memory
 
 
 def store_and_masking(model: str, data: str | None, flag: str = "data") -> tuple[TokenStore, bool]:

@@ -65,11 +65,6 @@ def setup_of(config: TrainConfig) -> Setup:
     return Setup(precision, device.torch_compile != "false", "sdpa", notes, **options)
 
 
-def with_attention(setup: Setup, config: TrainConfig) -> Setup:
-    """Return the setup with the attention for a chosen model. The launcher's sharding can be read only once."""
-    return replace(setup, attn_implementation=setup_of(config).attn_implementation)
-
-
 def check(config: TrainConfig) -> None:
     """Raise a `UserError` with all problems that can be found before text is tokenized, one per line."""
     problems = Problems(config.recipe.problems() if config.text else [])
@@ -86,7 +81,7 @@ def check(config: TrainConfig) -> None:
         problems.add_of(WindowOrder, [store.metadata.train.tokens, context, config.run.seed])
     problems.add_of(model_config, [config.model, vocab_size])
     problems.add_of(plan_batches, [config.batch, context, int(os.environ.get("WORLD_SIZE", 1)), 1])
-    if config.optim.optimizer == "muon" and setup is not None and setup.sharding is not None and setup.sharding.offload:
+    if config.optim.optimizer == "muon" and setup is not None and setup.sharding == "cpu":
         problems.add(
             "optimizer muon does not work with the launcher's fsdp_offload_params, because its matrix products would "
             "run on the CPU; set fsdp_offload_params to false, or use adamw."

@@ -22,7 +22,7 @@ from tokenizer.corpus import files
 from tokenizer.corpus.hub import HubDataset
 from tokenizer.corpus.named_data import dataset_of
 from tokenizer.corpus.units import Corpus, CorpusArguments, kind_of
-from training.runtime.fsdp_settings import keep_accelerate_from_sharding
+from training.runtime.device import keep_accelerate_from_sharding
 
 EXAMPLE = "{program} runs/x --data FILE"
 REPLAY = 0.5  # measured in benchmarks/results/finetuning-cpu.json

@@ -27,7 +27,7 @@ from training.config import TrainConfig, dump_config
 from training.data.run_data import bytes_of, find_store, open_store
 from training.plan.plan import Plan
 from training.plan.run import Run
-from training.preflight import make_plan, setup_of, with_attention
+from training.preflight import make_plan, setup_of
 from training.report.report import environment
 from training.runtime.console import printer
 from training.runtime.device import Setup, describe, kernel_of_sdpa, memory_of_others
@@ -139,7 +139,6 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
     sample = open_store(config.recipe, say) if estimate is None else estimate.sample
     store = sample if estimate is None else estimate.whole
     config, sizing = resolve(config, accelerator, setup, [store, sample])
-    setup = with_attention(setup, config)
     plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)
     hardware, speed = describe(accelerator, setup, plan.model), None
     if config.cost.plan_device is not None:
@@ -243,7 +242,7 @@ def advice(forecast: Forecast) -> Iterator[str]:
         yield "mixed_precision is no, so tensor cores use TF32 at best; bf16 is about twice as fast."
     if is_here and (processes := memory_of_others()):
         yield f"{processes}."
-    is_sdpa = is_here and setup.attn_implementation == "sdpa"
+    is_sdpa = is_here and setup.attention(model.n_positions) == "sdpa"
     if is_sdpa and kernel_of_sdpa(torch.device("cuda"), setup, model) == "math":
         yield (
             "Attention uses PyTorch's math kernel, the slowest, which stores all scores: the head width is "

@@ -18,13 +18,13 @@ from common.errors import Problems, UserError, counted
 from common.limits import free, setting
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.runtime.compilation import decide_compilation
-from training.runtime.fsdp_settings import Sharding, sharding_asked
 from training.runtime.hardware import device_name, peak_flops
 from training.runtime.launcher import is_alone_by_mistake
 
 _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # parameters of glibc's mallopt
 # Lowest compute capability of PyTorch's builds for CUDA 13. Torch 2.14 is the last for CUDA 12.6 (pytorch#190385).
 OLDEST_CAPABILITY = (7, 5)
+SHARDING = "ACCELERATE_USE_FSDP"  # variable that the launcher sets
 LONGEST_EAGER = 512  # tokens of context up to which a CPU uses eager attention
 
 
@@ -55,13 +55,13 @@ class DeviceArguments:
 
 @dataclass(frozen=True)
 class Setup:
-    """Device settings: `DeviceArguments` with every `auto` resolved."""
+    """Device settings: `DeviceArguments` with every `auto` resolved that does not depend on the model."""
 
     mixed_precision: str
     torch_compile: bool
-    attn_implementation: str
+    attn_implementation: str  # may be auto, see `attention`
     notes: tuple[str, ...]  # messages for the user
-    sharding: Sharding | None = None
+    sharding: Literal["device", "cpu"] | None = None  # where shards and optimizer state are; None: nothing is sharded
     torch_compile_mode: str | None = None
     full_determinism: bool = False
     cudnn_attention: bool = True  # False: never use it, even if PyTorch would choose it
@@ -81,6 +81,12 @@ class Setup:
         """True if torch.compile benchmarks kernels on the device, which needs memory that `Memory` does not count."""
         return self.torch_compile and "max-autotune" in (self.torch_compile_mode or "")
 
+    def attention(self, context: int) -> str:
+        """Return the attention implementation for a context in tokens. PyTorch's CPU kernel is slower than bf16 matrix
+        products until the context x context scores outgrow the caches; see docs/log.md for the measurement."""
+        is_faster = not torch.accelerator.is_available() and self.mixed_precision == "bf16" and context <= LONGEST_EAGER
+        return {"auto": "eager" if is_faster else "sdpa"}.get(self.attn_implementation, self.attn_implementation)
+
     def shards(self, accelerator: Accelerator) -> bool:
         """Return whether the model is sharded: sharding is configured and there are several processes."""
         return self.sharding is not None and accelerator.num_processes > 1
@@ -89,7 +95,10 @@ class Setup:
 def decide(arguments: DeviceArguments, context: int, mask_documents: bool = False) -> Setup:
     """Decide the setup for this machine and a context in tokens. Raise a `UserError` with all unsupported settings."""
     problems, notes = Problems(), []
-    problems.add_of(_check_kernels, [])
+    if torch.cuda.is_available() and torch.version.hip is None:
+        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+        if not has_kernels(torch.cuda.get_arch_list(), capability):  # the first kernel would fail
+            problems.add(without_kernels(name, capability, f"torch {torch.__version__}"))
     if is_alone_by_mistake():
         problems.add(
             "accelerate launch was asked for several processes but started one, because of --cpu or because there "
@@ -99,7 +108,7 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
     precision = problems.add_of(_precision, [arguments.mixed_precision])
     if arguments.bf16_residual and precision not in ("bf16", None):
         problems.add(f"bf16_residual needs mixed_precision bf16, but it is {precision}; leave out one of the two.")
-    attention = problems.add_of(_attention, [arguments.attn_implementation, precision, context])
+    problems.add_of(_check_attention, [arguments.attn_implementation])
     compiles = problems.add_of(decide_compilation, [arguments.torch_compile, arguments.torch_compile_mode, notes])
     # cuDNN's backward pass with a mask produced NaN at these lengths, so every step would be skipped.
     cudnn_attention = not (mask_documents and context % 128 == 64)
@@ -115,19 +124,16 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if accumulation != "1":
         notes.append(f"The launcher's gradient_accumulation_steps {accumulation} is ignored: tokens_per_step sets it.")
-    sharding = problems.add_of(sharding_asked, [notes])
+    sharding = problems.add_of(_sharding, [notes])
     problems.refuse()
-    names = ("torch_compile_mode", "full_determinism", "gradient_checkpointing", "bf16_residual")
-    fields = {name: getattr(arguments, name) for name in names} | {"mask_documents": mask_documents}
-    return Setup(precision, compiles, attention, tuple(notes), sharding, cudnn_attention=cudnn_attention, **fields)
-
-
-def _check_kernels() -> None:
-    """Raise a `UserError` for a GPU without kernels in this build of PyTorch, because the first kernel would fail."""
-    if torch.cuda.is_available() and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability()
-        if not has_kernels(torch.cuda.get_arch_list(), capability):
-            raise UserError(without_kernels(torch.cuda.get_device_name(), capability, f"torch {torch.__version__}"))
+    settings = vars(arguments) | {"mixed_precision": precision, "torch_compile": compiles}
+    return Setup(
+        notes=tuple(notes),
+        sharding=sharding,
+        cudnn_attention=cudnn_attention,
+        mask_documents=mask_documents,
+        **settings,
+    )
 
 
 def has_kernels(built_for: list[str], capability: tuple[int, int]) -> bool:
@@ -172,7 +178,7 @@ def computes_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def _attention(choice: str, precision: str | None, context: int) -> str:
+def _check_attention(choice: str) -> None:
     names = ["auto", "eager", *(key for key in ALL_ATTENTION_FUNCTIONS.valid_keys() if "paged" not in key)]
     if choice not in names:
         raise UserError(f"attn_implementation is {choice!r}; it must be one of {', '.join(names)}.")
@@ -182,10 +188,30 @@ def _attention(choice: str, precision: str | None, context: int) -> str:
         raise UserError(
             "attn_implementation is flash_attention_2, which is not installed: pip install flash-attn, or use sdpa."
         )
-    # PyTorch's CPU kernel is slower than bf16 matrix products until the context x context scores outgrow the caches;
-    # see docs/log.md for the measurement.
-    is_faster = not torch.accelerator.is_available() and precision == "bf16" and context <= LONGEST_EAGER
-    return choice if choice != "auto" else "eager" if is_faster else "sdpa"
+
+
+def _sharding(notes: list[str]) -> str | None:
+    """Return where the launcher's `fsdp_*` options, which it passes in the environment, keep shards, or None. Add
+    unused options to `notes`. Refuse FSDP1."""
+
+    def is_set(name: str) -> bool:
+        return os.environ.get(name, "").lower() in ("true", "1", "yes")
+
+    if not is_set(SHARDING):
+        return None
+    version = os.environ.get("FSDP_VERSION", "1")
+    if version != "2":
+        raise UserError(f"The launcher's fsdp_version is {version}; set it to 2, as in launch/fsdp2.yaml.")
+    if is_set("FSDP_ACTIVATION_CHECKPOINTING"):
+        notes.append("The launcher's fsdp_activation_checkpointing is not used: set gradient_checkpointing instead.")
+    if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false":
+        notes.append("The launcher's fsdp_reshard_after_forward is not used: a block is freed after its forward pass.")
+    return "cpu" if is_set("FSDP_OFFLOAD_PARAMS") else "device"
+
+
+def keep_accelerate_from_sharding() -> None:
+    """Clear the launcher's variable after it was read: Transformers would load weights in only one process."""
+    os.environ[SHARDING] = "false"
 
 
 def use_deterministic_kernels() -> None:
@@ -233,7 +259,7 @@ def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig) -
     compilation = "compiled" if setup.torch_compile else "not compiled"
     processes = counted(accelerator.num_processes, "process", "processes")
     sharding = ", model and optimizer sharded" if setup.shards(accelerator) else ""
-    attention = setup.attn_implementation
+    attention = setup.attention(model.n_positions)
     if attention == "sdpa" and accelerator.device.type in ("cpu", "cuda"):
         attention += f" ({kernel_of_sdpa(accelerator.device, setup, model)})"
     return f"{device}, {precision}, {compilation}, {processes}{sharding}, attention: {attention}"

@@ -15,8 +15,12 @@ from torch import distributed
 from transformers.utils import logging as transformers_logging
 
 from common.errors import UserError
-from training.runtime.device import Setup, keep_freed_memory, use_deterministic_kernels
-from training.runtime.fsdp_settings import keep_accelerate_from_sharding
+from training.runtime.device import (
+    Setup,
+    keep_accelerate_from_sharding,
+    keep_freed_memory,
+    use_deterministic_kernels,
+)
 from training.runtime.restart import restarted
 
 Found = TypeVar("Found")

@@ -76,7 +76,7 @@ def build_model(
     """Build the model in fp32, with initial weights from `seed` or those that `load` writes."""
     torch.manual_seed(seed)
     with torch.device("cpu" if load is None else "meta"):  # skips an initialization that would be overwritten
-        model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=setup.attn_implementation)
+        model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=setup.attention(config.n_positions))
     if load is not None:
         model.to_empty(device="cpu").tie_weights()
         load(model)

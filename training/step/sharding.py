@@ -20,7 +20,6 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from training.runtime.fsdp_settings import Sharding
 from training.step.loss import NextTokenLoss
 
 
@@ -46,13 +45,13 @@ class ShardedLoss(nn.Module):
 
 
 def shard(
-    loss: NextTokenLoss, accelerator: Accelerator, sharding: Sharding, compile_settings: dict[str, Any] | None = None
+    loss: NextTokenLoss, accelerator: Accelerator, place: str, compile_settings: dict[str, Any] | None = None
 ) -> ShardedLoss:
-    """Replace the parameters of `loss.model` with their shards, on the device. All processes must have the same
+    """Replace the parameters of `loss.model` with their shards, which stay in `place`, "device" or "cpu". All processes must have the same
     weights. Build the optimizer afterwards. `compile_settings` are those of `torch.compile`, or None."""
     model = loss.model
-    mesh, is_cuda = _mesh(accelerator, sharding), accelerator.device.type == "cuda"
-    offload = fsdp.CPUOffloadPolicy(pin_memory=is_cuda) if sharding.offload else fsdp.OffloadPolicy()
+    mesh, is_cuda = _mesh(accelerator, place), accelerator.device.type == "cuda"
+    offload = fsdp.CPUOffloadPolicy(pin_memory=is_cuda) if place == "cpu" else fsdp.OffloadPolicy()
     # Weights are gathered in the compute precision, which halves the transfers; autocast would keep a cast copy of
     # every weight until the backward pass. Shards, gradient sums and the loss stay fp32.
     compute = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
@@ -70,9 +69,9 @@ def shard(
     return ShardedLoss(loss)
 
 
-def _mesh(accelerator: Accelerator, sharding: Sharding) -> DeviceMesh:
+def _mesh(accelerator: Accelerator, place: str) -> DeviceMesh:
     device = accelerator.device.type
-    if not sharding.offload or device == "cpu":
+    if place == "device" or device == "cpu":
         return init_device_mesh(device, (accelerator.num_processes,))
     # NCCL cannot sum tensors in CPU memory, such as the norm of offloaded gradients.
     group = torch.distributed.new_group(backend=f"cpu:gloo,{device}:{torch.distributed.get_backend()}")
