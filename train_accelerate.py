@@ -53,7 +53,7 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
     """Train the model. Return the exit code, which depends on why the run stopped."""
     accelerator, data, plan, start = run.accelerator, run.data, run.plan, run.start
     forecast = forecast_run(config, run, sizing)
-    pacer = Pacer(run, config, sizing and sizing.deadline, forecast.validation_seconds)
+    pacer = Pacer(run, config, forecast)
 
     # After any failure from here on, the guard leaves a consistent run folder.
     with RunGuard(run, config.health, config.stopping, watchdog) as guard:

@@ -91,10 +91,10 @@ def test_impossible_budgets_are_refused_in_one_sentence(store, tmp_path, setting
     assert not (tmp_path / "run").exists()
 
 
-def choice(store, arguments: str, tokens: float) -> SimpleNamespace:
+def choice(store, arguments: str, tokens: float, **metadata: int) -> SimpleNamespace:
     """Return the choice for a text of `tokens` tokens."""
     copy = TokenStore(store.folder)
-    copy.metadata = replace(copy.metadata, train=replace(copy.metadata.train, tokens=int(tokens)))
+    copy.metadata = replace(copy.metadata, train=replace(copy.metadata.train, tokens=int(tokens)), **metadata)
     config = read_config(["--data", str(store.folder), *arguments.split()])
     config, sizing = resolve(config, CPU, Setup("bf16", True, "sdpa", ()), [copy, copy])
     return SimpleNamespace(config=config, sizing=sizing, option=sizing.option)
@@ -147,14 +147,11 @@ def test_given_settings_are_kept(store, tmp_path):
 
 
 def test_the_plan_for_the_a100_of_the_training_report(store):
-    """12 layers, width 768, 109.5M parameters in products, 3 epochs of 2.8 billion tokens: 6 x 109.5M + 28.3M = 685M FLOPs per token;
-    32% of 312 TFLOP/s are 145,665 tokens/s, so 8.4 billion tokens take 16.0 hours, or 128 units at 8 units per hour."""
+    """12 layers, width 768, 109.5M parameters in products, 3 epochs of 2.8 billion tokens: 6 x 109.5M + 28.3M = 685M
+    FLOPs per token; 32% of 312 TFLOP/s are 145,665 tokens/s, so 8.4 billion tokens take 16.0 hours, or 128 units at 8
+    units per hour."""
     arguments = "--config presets/gpt2_small_seed.yaml --plan --plan_device a100-40gb --budget 120units"
-    copy = TokenStore(store.folder)
-    part = replace(copy.metadata.train, tokens=2_800_000_000)
-    copy.metadata = replace(copy.metadata, train=part, vocab_size=32_000)
-    config = read_config(["--data", str(store.folder), *arguments.split(), "--num_train_epochs", "3"])
-    _, sizing = resolve(config, CPU, Setup("bf16", True, "sdpa", ()), [copy, copy])
+    sizing = choice(store, f"{arguments} --num_train_epochs 3", 2.8e9, vocab_size=32_000).sizing
     assert sizing.verdict.startswith("120 units available, 128 needed: NOT sufficient, 7% too little")
     assert sizing.option.tokens == pytest.approx(8.4e9 * 120 / 128.3, rel=0.01)  # shortened to the budget
 
@@ -214,7 +211,8 @@ def test_a_run_with_a_budget_fixes_its_length_once(launch, store, tmp_path, laun
 
 def pacer(time_estimate: int, seconds_left: float) -> Pacer:
     run = SimpleNamespace(plan=SimpleNamespace(max_steps=time_estimate, tokens_per_step=1000))
-    return Pacer(run, None, time.monotonic() + seconds_left, lambda tokens_per_second: 10.0)
+    sizing = SimpleNamespace(deadline=time.monotonic() + seconds_left)
+    return Pacer(run, None, SimpleNamespace(sizing=sizing, seconds=lambda speed, tokens: 10.0))
 
 
 def test_the_length_follows_from_the_measured_speed():

@@ -22,7 +22,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
 from training.budget.sizing import Sizing, resolve
-from training.budget.throughput import AFTER_VALIDATION, SCORING, Throughput, assumed_speed, measure_speed
+from training.budget.throughput import SCORING, Throughput, assumed_speed, measure_speed
 from training.config import TrainConfig, dump_config
 from training.data.run_data import bytes_of, find_store, open_store
 from training.plan.plan import Plan
@@ -57,11 +57,10 @@ class Forecast:
         return self.plan.max_steps * self.plan.tokens_per_step
 
     @property
-    def evaluation_tokens(self) -> float:
-        """Cost of all validations, as a number of training tokens. The last validation scores the whole split."""
+    def validation_tokens(self) -> int:
+        """Number of tokens that all validations score. The last one scores the whole split."""
         limit, split = self.config.evaluation.max_eval_samples, self.store.metadata.val.tokens
-        sample = min(split, (limit or split) * self.plan.batches.context)
-        return SCORING * ((self.validations - 1) * sample + split)
+        return (self.validations - 1) * min(split, (limit or split) * self.plan.batches.context) + split
 
     @property
     def validations(self) -> int:
@@ -71,24 +70,19 @@ class Forecast:
     @property
     def evaluation_share(self) -> float:
         """Fraction of the time spent on validation."""
-        return self.evaluation_tokens / (self.evaluation_tokens + self.tokens)
+        return SCORING * self.validation_tokens / (SCORING * self.validation_tokens + self.tokens)
 
     @property
     def hours(self) -> float | None:
-        if self.sizing is not None and self.sizing.option.seconds is not None:
-            return self.sizing.option.seconds / 3600
-        if self.speed is None:
-            return None
-        speed = self.speed.tokens_per_second
-        return (self.speed.startup + self.validation_seconds(speed) + self.tokens / speed) / 3600
+        return None if self.speed is None else self.seconds(self.speed) / 3600
 
     @property
     def store_bytes(self) -> int:
         return bytes_of(self.store, "train", "val")
 
-    def validation_seconds(self, tokens_per_second: float) -> float:
-        """Return the seconds of all validations, with their samples, plots and checkpoints."""
-        return AFTER_VALIDATION * self.validations + self.evaluation_tokens / tokens_per_second
+    def seconds(self, speed: Throughput, tokens: int | None = None) -> float:
+        """Return the seconds of the run, or of one that trains on `tokens` with the same validations."""
+        return speed.seconds(self.tokens if tokens is None else tokens, self.validations, self.validation_tokens)
 
     def described(self) -> dict[str, float | None]:
         """Return the estimates that events.jsonl records for comparison with the actual run."""
@@ -102,9 +96,8 @@ class Forecast:
 
 
 def forecast_run(config: TrainConfig, run: Run, sizing: Sizing | None) -> Forecast:
-    speed = assumed_speed(
-        device_name(run.accelerator.device), run.plan.model, run.setup.mixed_precision, run.accelerator.num_processes
-    )
+    device, processes = device_name(run.accelerator.device), run.accelerator.num_processes
+    speed = (sizing and sizing.speed) or assumed_speed(device, run.plan.model, run.setup.mixed_precision, processes)
     return Forecast(config, run.setup, run.plan, run.data.store, speed, sizing)
 
 
@@ -140,14 +133,12 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
     store = sample if estimate is None else estimate.whole
     config, sizing = resolve(config, accelerator, setup, [store, sample])
     plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)
-    hardware, speed = describe(accelerator, setup, plan.model), None
+    hardware, speed = describe(accelerator, setup, plan.model), sizing and sizing.speed
     if config.cost.plan_device is not None:
-        rental = RENTALS[config.cost.plan_device]
+        rental, processes = RENTALS[config.cost.plan_device], accelerator.num_processes
         hardware = f"{rental.name}, {setup.mixed_precision}, compiled (from its datasheet)"
-        speed = assumed_speed(rental.datasheet, plan.model, setup.mixed_precision, accelerator.num_processes)
-    elif sizing is not None and sizing.speed is not None:
-        speed = sizing.speed
-    elif config.cost.plan_steps > 0:
+        speed = speed or assumed_speed(rental.datasheet, plan.model, setup.mixed_precision, processes)
+    elif speed is None and config.cost.plan_steps > 0:
         wait = ", which are compiled first, for up to a minute" if setup.torch_compile else ""
         say(f"Measuring a few steps{wait} ...")
         speed = measure_speed(config, plan, setup, accelerator, sample, config.cost.plan_steps)
@@ -162,8 +153,7 @@ def rentals(forecast: Forecast) -> list[tuple[Rental, float, float]]:
     for rental in RENTALS.values():
         speed = assumed_speed(rental.datasheet, plan.model, "bf16", 1)
         if speed is not None and plan.memory.total(1) < rental.gigabytes * 1e9:
-            seconds = (forecast.tokens + forecast.evaluation_tokens) / speed.tokens_per_second
-            rows.append((rental, speed.tokens_per_second, seconds / 3600))
+            rows.append((rental, speed.tokens_per_second, forecast.seconds(speed) / 3600))
     return rows
 
 

@@ -1,9 +1,10 @@
 """Correction of the length of a run with a budget, so that it ends at the budget."""
 
 import time
-from collections.abc import Callable
 
 from common.atomic import write_atomic
+from training.budget.forecast import Forecast
+from training.budget.throughput import Throughput
 from training.checkpoints.status import record
 from training.config import TrainConfig, dump_config
 from training.log.run_log import RunLog
@@ -21,13 +22,10 @@ class Pacer:
     checkpoints, and no resumed run changes it.
     """
 
-    def __init__(
-        self, run: Run, config: TrainConfig, deadline: float | None, validation_seconds: Callable[[float], float]
-    ):
-        """`deadline`: time of the monotonic clock at which the run must end, or None if its length is final.
-        `validation_seconds`: seconds of all validations of a run, for a speed in tokens per second."""
-        self.run, self.config, self.deadline = run, config, deadline
-        self.validation_seconds = validation_seconds
+    def __init__(self, run: Run, config: TrainConfig, forecast: Forecast):
+        self.run, self.config, self.forecast = run, config, forecast
+        # Time of the monotonic clock at which the run must end, or None if its length is final.
+        self.deadline = forecast.sizing and forecast.sizing.deadline
 
     def config_yaml(self) -> str:
         """Return config.yaml. It has no length while that is an estimate: a resumed run measures again."""
@@ -57,7 +55,8 @@ class Pacer:
         if not log.paces:
             return plan.max_steps
         steps, seconds = map(sum, zip(*log.paces, strict=True))
-        validations = self.validation_seconds(plan.tokens_per_step * steps / seconds) / plan.max_steps  # of each step
+        speed = Throughput(plan.tokens_per_step * steps / seconds, "")
+        validations = self.forecast.seconds(speed, tokens=0) / plan.max_steps  # seconds of each step
         room = (1 - SPARE) * (self.deadline - time.monotonic())
         return step + max(1, int(room / (seconds / steps + validations)))
 

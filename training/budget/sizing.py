@@ -16,14 +16,7 @@ from common.settings_file import read_yaml
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
-from training.budget.throughput import (
-    AFTER_VALIDATION,
-    SCORING,
-    Throughput,
-    assumed_speed,
-    measure_speed,
-    startup_seconds,
-)
+from training.budget.throughput import Throughput, assumed_speed, measure_speed
 from training.checkpoints.backup import earlier_run
 from training.checkpoints.metrics import read_events
 from training.checkpoints.status import hours
@@ -50,12 +43,9 @@ DEEPEST = 100  # layers
 VALIDATIONS = 5  # of a run, each with a checkpoint; the oldest of the last four is from the end of the stable phase
 SCORED_TOKENS = 32_768  # of a validation before the last
 COMPILED_SPEED = 1.4  # relative to steps without compilation, measured on two cores for 2 and 3 layers
-FIRST_STEP = {False: 3.0, True: 30.0}  # seconds until it is done, by whether steps are compiled: measured on two cores
-GUESSES = {
-    "cpu": 3e11,
-    "cuda": 5e13,
-    "mps": 3e12,
-}  # FLOP/s of a device; the steps of the best model for it are measured
+# Seconds until the first step is done, and to compile the validation, by whether steps are compiled: on two cores.
+STARTUP = {False: 3.0, True: 42.0}
+GUESSES = {"cpu": 3e11, "cuda": 5e13, "mps": 3e12}  # FLOP/s of a device, only to choose the model that is measured
 PROBE_SECONDS = 1.0
 TOLERANCE = 1.1  # of `scaling.deficit`: a budget may be too small for another layer and slightly too large without it
 BYTES_PER_PARAMETER = 18  # at most: weights, gradients and two moments in fp32, and weights in half precision
@@ -145,12 +135,12 @@ def resolve(
         return config.with_settings(dict.fromkeys(LENGTHS - {"max_steps"})), None
     if config.is_resolved:
         return config, None
-    began = time.monotonic()
+    start = time.monotonic()
     stores = stores or 2 * [open_store(config.recipe, printer(accelerator))]
-    tokenized = time.monotonic() - began
+    tokenization = time.monotonic() - start
     continues = repeats or config.run.resume_from_checkpoint is not None
-    spent = on_main(accelerator, lambda: seconds_spent(events if continues else []) - tokenized)
-    sizing = Sizer(config, *stores, accelerator, setup).choose(spent, tokenized)
+    usage = on_main(accelerator, lambda: seconds_spent(events if continues else []) - tokenization)
+    sizing = Sizer(config, *stores, accelerator, setup).choose(usage, tokenization)
     return config.with_settings(sizing.option.settings), sizing
 
 
@@ -172,7 +162,7 @@ class Sizer:
         self.memory = on_main(accelerator, lambda: available_memory(accelerator, config.cost.plan_device, 0))
         self.unique = store.metadata.train.tokens
         self.left: float | None = None  # seconds of the budget that are left; None: no time limit
-        self.flops = 0.0  # per second, of all devices
+        self.flops, self.mfu, self.source = 0.0, None, ""  # FLOP/s of all devices
 
     def choose(self, usage: float, tokenization: float) -> Sizing:
         """Return the choice. `usage`: seconds of the budget that have passed, without those of `tokenization`."""
@@ -185,7 +175,7 @@ class Sizer:
             total = price.seconds(amount)
             self.left = total if cost.plan else total - usage
             deadline = time.monotonic() + self.left
-            speed = self._find_speed()
+            self._find_speed()
         option = self._best(1.0)
         if option is None:
             raise UserError(self._too_small())
@@ -195,7 +185,7 @@ class Sizer:
         if price is not None:
             tokens = self._length(option.settings["tokens_per_step"]) or option.tokens
             verdict = price.verdict(amount, self._seconds(option.model, tokens))
-            speed = replace(speed, tokens_per_second=self._pace(option.model))
+            speed = self._speed(option.model)
         return Sizing(option, rows, verdict, total, deadline, tokenization, speed)
 
     def _bytes(self, model: GPT2ScratchConfig) -> float:
@@ -227,7 +217,7 @@ class Sizer:
     def _option(self, depth: int, factor: float) -> Option | None:
         model, amount = self._model(depth), self.config.budget.amount
         if self.left is not None:
-            tokens = self._pace(model) * (self.left * factor - self._seconds(model, 0))
+            tokens = (self.left * factor - self._seconds(model, 0)) * self._speed(model).tokens_per_second
         elif amount is not None:
             tokens = factor * amount.number / flops_per_token(model)
         else:
@@ -269,8 +259,8 @@ class Sizer:
         return fill([ModelArguments], shape | self.given)[0]
 
     def _settings(self, depth: int, batch: int, steps: int) -> dict[str, Any]:
-        """Return the settings of a run: model, batch, rates, schedule, and steps between validations and checkpoints."""
-        model, every = self._arguments(depth), max(1, steps // VALIDATIONS)
+        """Return the settings of a run: model, batch, rates, schedule, steps between validations and checkpoints."""
+        model, every = self._arguments(depth), math.ceil(steps / VALIDATIONS)
         settings = self.architecture | {
             "tokens_per_step": batch,
             "eval_steps": every,
@@ -298,17 +288,16 @@ class Sizer:
     def _seconds(self, model: GPT2ScratchConfig, tokens: float) -> float:
         """Return the estimated seconds of a run that trains on `tokens`."""
         validation = self.store.metadata.val.tokens
-        validation += (VALIDATIONS - 1) * min(SCORED_TOKENS, validation)  # the last is of all tokens
-        startup = startup_seconds(FIRST_STEP[self.setup.torch_compile], self.setup)
-        return startup + VALIDATIONS * AFTER_VALIDATION + (tokens + SCORING * validation) / self._pace(model)
+        validation_tokens = validation + (VALIDATIONS - 1) * min(SCORED_TOKENS, validation)  # the last is of all tokens
+        return self._speed(model).seconds(tokens, VALIDATIONS, validation_tokens)
 
-    def _pace(self, model: GPT2ScratchConfig) -> float:
-        """Return tokens per second of all devices."""
-        return self.flops / flops_per_token(model)
+    def _speed(self, model: GPT2ScratchConfig) -> Throughput:
+        speed = self.flops / flops_per_token(model)
+        return Throughput(speed, self.source, self.mfu, startup=STARTUP[self.setup.torch_compile])
 
-    def _find_speed(self) -> Throughput:
-        """Return the speed of the best model, and set FLOP/s: from published results if the model fills a known GPU,
-        otherwise from a few steps of the best model for a first guess, without compilation."""
+    def _find_speed(self) -> None:
+        """Find FLOP/s: from published results if the best model fills a known GPU, otherwise from a few steps of the
+        best model for a first guess, without compilation."""
         plan_device, processes = self.config.cost.plan_device, self.accelerator.num_processes
         device = RENTALS[plan_device].datasheet if plan_device else device_name(self.accelerator.device)
         peak = peak_flops(device, self.setup.mixed_precision)
@@ -316,7 +305,8 @@ class Sizer:
         self.flops = processes * (usual * peak if peak else GUESSES[self.accelerator.device.type])
         option = self._best(1.0)
         if option is not None and (speed := assumed_speed(device, option.model, self.setup.mixed_precision, processes)):
-            return speed
+            self.mfu, self.source = speed.mfu, speed.source
+            return
         if plan_device:
             raise UserError(
                 f"plan_device is {plan_device}, but the best model for the budget is smaller than "
@@ -332,7 +322,7 @@ class Sizer:
         gain = COMPILED_SPEED if self.setup.torch_compile else 1.0
         flops = gain * speed.tokens_per_second * flops_per_token(plan.model)
         self.flops = on_main(self.accelerator, lambda: flops)
-        return Throughput(0.0, "measured over a few steps without compilation")
+        self.source = "measured over a few steps without compilation"
 
     def _too_small(self) -> str:
         model = self._model(self.depths[0])

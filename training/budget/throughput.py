@@ -44,10 +44,11 @@ class Throughput:
     peak_bytes: float | None = None  # peak memory; None if no steps were measured
     startup: float = 0.0  # seconds until the first step is done, and to compile the validation
 
-
-def startup_seconds(first_step: float, setup: Setup) -> float:
-    """Return the seconds before training at full speed. `first_step`: seconds until the first step is done."""
-    return first_step * (1 + VALIDATION_GRAPH * setup.torch_compile)
+    def seconds(self, tokens: float, validations: float, validation_tokens: float) -> float:
+        """Return the seconds of a run that trains on `tokens` and scores `validation_tokens` in its `validations`, which
+        also write samples, plots and checkpoints."""
+        training = (tokens + SCORING * validation_tokens) / self.tokens_per_second
+        return self.startup + AFTER_VALIDATION * validations + training
 
 
 def measure_speed(
@@ -104,7 +105,7 @@ def measure_speed(
         layers = f"{counted(model.n_layer, 'layer')} of width {model.n_embd}"
         source += f" of {micro * model.n_positions:,} tokens with {layers}, scaled by operations"
     source += f"; the first step was done after {first_step:.1f} s"
-    pace, startup = plan.tokens_per_step / total, startup_seconds(first_step, setup)
+    pace, startup = plan.tokens_per_step / total, first_step * (1 + VALIDATION_GRAPH * setup.torch_compile)
     return Throughput(pace, source, speed.at_peak and pace / speed.at_peak, peak, startup)
 
 
