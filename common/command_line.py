@@ -13,7 +13,6 @@ from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, N
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
@@ -37,10 +36,6 @@ class CommandLine(NamedTuple):
     flags: dict[str, Any]
     file: dict[str, Any]
     path: Path | None  # of the file
-
-    @property
-    def values(self) -> dict[str, Any]:
-        return self.file | self.flags
 
 
 class FlagParser:
@@ -66,21 +61,21 @@ class FlagParser:
     def _add_flag(self, field: Field, hint: Any) -> Action:
         default = field.default if field.default_factory is MISSING else field.default_factory()
         kind = get_args(hint)[0] if type(None) in get_args(hint) else hint
-        options = {name: field.metadata[name] for name in ("help", "choices") if name in field.metadata}
+        options = {"default": default, "help": field.metadata.get("help")}
         if kind is bool:
-            options |= {"nargs": "?", "const": True, "type": _switch}
-        elif get_origin(kind) is Literal:
-            options["choices"] = get_args(kind)
-        elif get_origin(kind) is list:
-            options |= {"action": "extend", "nargs": "+", "type": get_args(kind)[0]}
-        else:
-            options["type"] = kind
-        return self.parser.add_argument(f"--{field.name}", default=default, **options)
+            return self.parser.add_argument(f"--{field.name}", nargs="?", const=True, type=_switch, **options)
+        is_list, is_choice = get_origin(kind) is list, get_origin(kind) is Literal
+        options |= {"action": "extend", "nargs": "+"} if is_list else {}
+        choices = get_args(kind) if is_choice else field.metadata.get("choices")
+        kind = get_args(kind)[0] if is_list else str if is_choice else kind
+        word = f"{{{','.join(choices)}}}" if choices else {int: "N", float: "X"}.get(kind, "TEXT")
+        options |= {"type": kind, "choices": choices, "metavar": f"{word} ..." if is_list else word}
+        return self.parser.add_argument(f"--{field.name}", **options)
 
     def parse(
         self,
         arguments: list[str],
-        check: Callable[..., None] | None = None,
+        check: Callable[..., None] = lambda *parts: None,
         default_file: Callable[[dict[str, Any]], Path | None] = lambda flags: None,
         build: Callable[[CommandLine], Any] | None = None,
     ) -> Any:
@@ -100,17 +95,14 @@ class FlagParser:
             sys.exit(0)
         has_file = "config" not in problems.unsure  # otherwise its values are unknown
         problems.unsure -= flags.keys()
-        command, result = CommandLine(flags, file, path), None
-        if not self._lacks_needed(command.values, problems) and has_file:
-            result = problems.add_of(build or partial(self._fill, check), [command])
+        result = None
+        if not self._lacks_needed(file | flags, problems) and has_file:
+            result = (
+                problems.add_of(build, [CommandLine(flags, file, path)]) if build else fill(self.kinds, file | flags)
+            )
+            problems.add_of(check, [] if build else result)
         problems.refuse()
         return result
-
-    def _fill(self, check: Callable[..., None] | None, command: CommandLine) -> tuple:
-        parts = fill(self.kinds, command.values)
-        if check is not None:
-            check(*parts)
-        return parts
 
     def _lacks_needed(self, values: dict[str, Any], problems: Problems) -> bool:
         """Return whether a required setting has no value. Add a problem that names all of them."""
@@ -216,7 +208,7 @@ class FlagParser:
             if name in file and file[name] != action.default:
                 notes.append(f"{path.stem}: {_shown(file[name])}")
             text = f"{action.help} ({'; '.join(notes)})" if notes else action.help
-            return _entry(f"--{name} {_placeholder(action)}".rstrip(), text, 28, width)
+            return _entry(f"--{name} {action.metavar or ''}".rstrip(), text, 28, width)
 
         groups = {kind.__name__.removesuffix("Arguments"): [f.name for f in fields(kind)] for kind in self.kinds}
         positional = f"[{self.positional.upper()}] " if self.positional else ""
@@ -324,13 +316,6 @@ def _program() -> str:
     """Return the command of this process in the form that a user types."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     return f"python -m {module.name}" if module is not None else f"python {Path(sys.argv[0]).name}"
-
-
-def _placeholder(action: Action) -> str:
-    if action.metavar is not None or action.nargs == "?":  # the flag can be a switch
-        return action.metavar or ""
-    word = f"{{{','.join(action.choices)}}}" if action.choices else {int: "N", float: "X"}.get(action.type, "TEXT")
-    return f"{word} ..." if action.nargs == "+" else word
 
 
 def _shown(value: Any) -> str:

@@ -17,7 +17,7 @@ SEAL = "sha256"  # key of a file's own hash; older versions did not write it and
 
 
 def read(path: Path, kind: Any = Any) -> Any:
-    """Return the content of a JSON file as a `kind` (see `build`). Raise a one-line `ValueError` if it does not match."""
+    """Return the content of a JSON file as a `kind` (see `build`). Raise a one-line `ValueError` if it differs."""
     if path.exists() and not path.is_file():  # reading a pipe would wait, reading a device may never end
         raise ValueError("it is not a regular file")
     try:
@@ -43,15 +43,15 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def build(value: Any, kind: Any, name: str = "it") -> Any:
-    """Return a JSON value as a `kind`: a type, a `typing` construct, or a dataclass (from an object or a list of fields).
+    """Return a JSON value as a `kind`: a type, a `typing` construct, or a dataclass (from an object or a list).
     An integer is at least 0, unless `kind` is `Signed`.
     Raise a `ValueError` if the value has another type; the message names both."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
     if origin in (Union, types.UnionType):
-        [other] = (part for part in parts if part is not type(None))  # only unions of one type and None are supported
-        return None if value is None else build(value, other, name)
+        [inner] = (part for part in parts if part is not type(None))  # only unions of one type and None are supported
+        return None if value is None else build(value, inner, name)
     if dataclasses.is_dataclass(kind):
         return _build_dataclass(value, kind, name)
     if origin is dict:
@@ -92,6 +92,6 @@ def _build_dataclass(value: Any, kind: type, name: str) -> Any:
     return kind(**{key: build(item, hints[key], prefix + key) for key, item in value.items()})
 
 
-def _require(condition: bool, value: Any, name: str, wanted: str) -> None:
+def _require(condition: bool, value: Any, name: str, noun: str) -> None:
     if not condition:
-        raise ValueError(f"{name} is {reprlib.repr(value)}, not {wanted}")
+        raise ValueError(f"{name} is {reprlib.repr(value)}, not {noun}")

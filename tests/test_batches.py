@@ -1,10 +1,12 @@
+"""Order of batches, and tokens of a split: equal batches from every storage, and separate documents."""
+
+import mmap
 import random
 import sys
 
 import numpy as np
 import pytest
 import torch
-from test_tokens import held
 
 from conftest import assert_user_error
 from training.data.batches import (
@@ -16,7 +18,122 @@ from training.data.batches import (
     permute,
     plan_batches,
 )
-from training.data.tokens import Documents
+from training.data.tokens import IGNORED, Documents, MemoryMap, Tokens
+
+CPU = torch.device("cpu")
+
+
+def mapped(path, ids: np.ndarray, vocab_size: int) -> Tokens:
+    ids.tofile(path)
+    file = MemoryMap(path, str(ids.dtype), vocab_size)
+    return Tokens(file.tensor(), CPU, None, file)
+
+
+def held(ids: np.ndarray, documents: Documents | None = None) -> Tokens:
+    return Tokens(torch.from_numpy(ids.view(f"<i{ids.itemsize}")), CPU, documents)
+
+
+@pytest.mark.parametrize(("dtype", "vocab_size"), [("<u2", 300), ("<u2", 65_000), ("<u4", 2**31 - 1)])
+def test_batches_are_the_same_from_memory_and_from_a_file(tmp_path, dtype, vocab_size):
+    ids = np.random.default_rng(0).integers(0, vocab_size, 5000).astype(dtype)
+    starts = np.array([0, 4983, 17, 17])
+    for tokens in (held(ids), mapped(tmp_path / "train.bin", ids, vocab_size)):
+        inputs, targets, positions = tokens.batch(starts, 16)
+        for row, start in enumerate(starts.tolist()):
+            assert inputs[row].tolist() == ids[start : start + 16].tolist()
+            assert targets[row].tolist() == ids[start + 1 : start + 17].tolist()
+        assert inputs.dtype == targets.dtype == torch.int64
+        assert inputs.is_contiguous()
+        assert targets.is_contiguous()
+        assert positions is None
+
+
+def test_unsigned_integers_are_widened_for_devices_without_them(monkeypatch):
+    tensors = []
+    monkeypatch.setattr(
+        "training.data.tokens._sent", lambda tensor, device: tensors.append(tensor) or tensor.to(device)
+    )
+    ids = np.array([1, 2, 65_000, 4], dtype=np.uint16)
+    batch = Tokens(torch.from_numpy(ids.view("<i2")), torch.device("meta")).batch(np.array([0]), 3)
+    assert tensors[-1].tolist() == [[1, 2, 65_000, 4]]
+    assert batch.inputs.dtype == batch.targets.dtype == torch.int64
+    assert batch.inputs.is_contiguous()
+
+
+@pytest.mark.parametrize("n", [4, 9, 12])
+def test_targets_beyond_the_end_are_ignored(tmp_path, n):
+    ids = np.arange(100, 100 + n, dtype=np.uint16)
+    for tokens in (held(ids), mapped(tmp_path / "val.bin", ids, 200)):
+        inputs, targets, _ = tokens.batch(np.array([0, n - 3, n]), 8)
+        expectation = ids[1:9].tolist() + [IGNORED] * (9 - n)
+        assert targets.tolist() == [expectation, [98 + n, 99 + n] + [IGNORED] * 6, [IGNORED] * 8]
+        assert inputs[1, :3].tolist() == ids[n - 3 :].tolist()
+        assert inputs.min() >= 100  # always ids of the vocabulary
+
+
+def test_a_file_with_an_unknown_id_is_refused(tmp_path):
+    for dtype, bad in (("<u2", 40_000), ("<u4", 2**32 - 1)):  # negative if read as signed
+        ids = np.zeros(1000, dtype=dtype)
+        ids[700] = bad
+        tokens = mapped(tmp_path / "train.bin", ids, 300)
+        tokens.batch(np.array([0, 500]), 64)
+        sentence = rf"train\.bin holds token id {bad}, beyond its vocabulary of 300"
+        assert_user_error(sentence, tokens.batch, np.array([0, 690]), 64)
+
+
+class Advice(bytes):
+    """Replacement of a memory map that records `madvise` calls."""
+
+    size = bytes.__len__
+
+    def madvise(self, option: int, start: int, size: int) -> None:
+        assert (option, start % mmap.PAGESIZE) == (mmap.MADV_WILLNEED, 0)
+        assert 0 < size <= len(self) - start
+        self.ranges.append((start, start + size))
+
+    def covers(self, first_byte: int, end: int) -> bool:
+        return any(start <= first_byte and end <= stop for start, stop in self.ranges)
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_WILLNEED"), reason="needs MADV_WILLNEED")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_batch_announces_itself_and_the_next(tmp_path, rank):
+    tokens = mapped(tmp_path / "train.bin", np.zeros(100_000, dtype=np.uint16), 300)
+    plan = BatchPlan(64, 4, 2, 2)
+    batches = TrainBatches(tokens, WindowOrder(100_000, 64, seed=1), plan, rank)
+    for step, micro_step, next_step, next_micro_step in ((0, 0, 0, 1), (0, 1, 1, 0)):
+        tokens.file._map = advice = Advice(200_000)
+        advice.ranges = []
+        batches(step, micro_step)
+        assert len(advice.ranges) == 8
+        for start in (*batches._starts(step, micro_step), *batches._starts(next_step, next_micro_step)):
+            assert advice.covers(2 * start, 2 * (start + 65))
+    for n in (mmap.PAGESIZE // 2, 3000):  # ends at a page boundary, or not
+        tokens = mapped(tmp_path / "val.bin", np.zeros(n, dtype=np.uint16), 300)
+        tokens.file.announce(np.array([0, n - 3, n]), 17)  # the real map would refuse a range beyond its end
+
+
+def test_batch_positions_continue_beyond_the_end_of_the_text():
+    ids = np.arange(12, dtype=np.uint16)
+    tokens = held(ids, Documents(np.array([0, 4, 6, 12]), has_eos=True))
+    _, targets, result = tokens.batch(np.array([0, 8, 12]), 8)
+    assert result.dtype == torch.int64
+    assert result.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4], list(range(8))]
+    assert (targets[1] != IGNORED).tolist() == [True] * 3 + [False] * 5
+
+
+def test_positions_of_many_documents_equal_a_loop():
+    rng = np.random.default_rng(0)
+    offsets = np.concatenate([[0], rng.integers(0, 40, 500).cumsum()])  # some documents are empty
+    starts = rng.integers(0, offsets[-1] - 64, 50)
+    for has_eos in (True, False):
+        first_places = set((offsets - has_eos).tolist())
+        result = Documents(offsets, has_eos).positions(starts, 64).tolist()
+        for start, row in zip(starts.tolist(), result, strict=True):
+            expectation = [0]
+            for place in range(start + 1, start + 64):
+                expectation.append(0 if place in first_places else expectation[-1] + 1)
+            assert row == expectation
 
 
 def permuted(n: int, key: int) -> np.ndarray:

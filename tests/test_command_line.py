@@ -102,7 +102,9 @@ def test_the_source_of_each_value_is_recorded(yaml):
 
 def test_leading_arguments_without_a_flag_fill_the_positional_field():
     parsers = (FlagParser((Model,), "A command.", positional=name) for name in ("name", "input"))
-    models = [parser.parse(["runs/x", *more, "--n_layer=2"]) for parser, more in zip(parsers, ([], ["y"]), strict=True)]
+    models = [
+        parser.parse(["runs/x", *words, "--n_layer=2"]) for parser, words in zip(parsers, ([], ["y"]), strict=True)
+    ]
     assert models == [(Model(n_layer=2, name="runs/x"),), (Model(n_layer=2, input=["runs/x", "y"]),)]
 
 

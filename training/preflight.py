@@ -153,8 +153,8 @@ def make_plan(
     model = model_config(config.model, store.metadata.vocab_size, tokenizer)
     local, n_bytes = processes_of_this_machine(accelerator), bytes_of(store, *SPLITS)
     placement = problems.add_of(choose_placement, [config.data.data_placement, n_bytes, accelerator.device, local])
-    n_reserved = placement.reserved if placement is not None else 0
-    available = available_memory(accelerator, config.cost.plan_device, n_reserved)
+    token_bytes = placement.reserved if placement is not None else 0
+    available = available_memory(accelerator, config.cost.plan_device, token_bytes)
     on_gpu = accelerator.device.type == "cuda" or config.cost.plan_device is not None
     sharded_by = accelerator.num_processes if setup.shards(accelerator) else 1
     program = 0 if on_gpu else psutil.Process().memory_info().rss + PROGRAM_GROWS
@@ -174,10 +174,10 @@ def make_plan(
     return Plan(model, batches, order, steps, placement, memory, available, position)
 
 
-def available_memory(accelerator: Accelerator, plan_device: str | None, n_reserved: int) -> int:
-    """Return the bytes that a process may use in addition to the `n_reserved` bytes of tokens."""
+def available_memory(accelerator: Accelerator, plan_device: str | None, token_bytes: int) -> int:
+    """Return the bytes that a process may use in addition to the `token_bytes` of its tokens."""
     if plan_device in RENTALS:
         return int(RENTALS[plan_device].gigabytes * 1e9)
     if accelerator.device.type == "cuda":
-        return torch.cuda.mem_get_info(accelerator.device)[0] - n_reserved
-    return psutil.virtual_memory().available // processes_of_this_machine(accelerator) - n_reserved
+        return torch.cuda.mem_get_info(accelerator.device)[0] - token_bytes
+    return psutil.virtual_memory().available // processes_of_this_machine(accelerator) - token_bytes

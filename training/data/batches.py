@@ -111,7 +111,7 @@ class WindowOrder:
     n_tokens: int
     context: int
     seed: int
-    _block: tuple[int, np.ndarray] = field(default=(-1, np.empty(0)), repr=False)
+    _block: tuple[tuple[int, int], np.ndarray] = field(default=((-1, 0), np.empty(0)), repr=False)
 
     def __post_init__(self):
         if self.n_tokens < self.context + 1:
@@ -128,15 +128,11 @@ class WindowOrder:
 
     def starts(self, first: int, count: int) -> np.ndarray:
         """Return the index of the first token of samples first, first + 1, ..., as (count,) int64."""
-        parts = []
-        while count > 0:
-            block, offset = divmod(first, BLOCK)
-            if self._block[0] != block:
-                self._block = (block, self._compute(np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=np.uint64)))
-            part = self._block[1][offset : offset + count]
-            parts.append(part)
-            first, count = first + len(part), count - len(part)
-        return np.concatenate(parts)
+        block, offset = divmod(first, BLOCK)
+        if self._block[0] != (block, count):
+            samples = np.arange(block * BLOCK, (block + 1) * BLOCK + count, dtype=np.uint64)
+            self._block = ((block, count), self._compute(samples))
+        return self._block[1][offset : offset + count]
 
     def _compute(self, samples: np.ndarray) -> np.ndarray:
         """Return the first token's index (k,) int64 of consecutive samples (k,) uint64, which may span many epochs."""

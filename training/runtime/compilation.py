@@ -54,21 +54,21 @@ def _missing_to_compile() -> str:
     """Return the missing requirements of Inductor with their remedy, or an empty string if nothing is missing.
     Inductor compiles C++ for CPUs, and Triton compiles C for GPUs. Both need Python's headers."""
 
-    def found(variable: str, *names: str) -> bool:
-        return any(shutil.which(name) for name in (os.environ.get(variable, ""), *names))
+    def is_missing(variable: str, *names: str) -> bool:
+        return not any(shutil.which(name) for name in (os.environ.get(variable, ""), *names))
 
-    packages = []
-    if not found("CXX", "g++", "clang++"):
-        packages.append(("a C++ compiler (g++ or clang++)", "g++"))
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        packages.append(("Python's headers (Python.h)", "python3-dev"))
-    if torch.cuda.is_available() and not found("CC", "gcc", "clang"):
-        packages.append(("a C compiler (gcc or clang)", "gcc"))
+    has_gpu = torch.cuda.is_available()
+    has_headers = Path(sysconfig.get_path("include"), "Python.h").is_file()
+    requirements = [
+        (is_missing("CXX", "g++", "clang++"), "a C++ compiler (g++ or clang++)", "g++"),
+        (not has_headers, "Python's headers (Python.h)", "python3-dev"),
+        (has_gpu and is_missing("CC", "gcc", "clang"), "a C compiler (gcc or clang)", "gcc"),
+    ]
     parts = []
-    if packages:
-        names, packages = (", ".join(column) for column in zip(*packages, strict=True))
-        parts.append(f"{names} not found; on Debian and Ubuntu: apt install {packages.replace(',', '')}.")
-    if torch.cuda.is_available() and importlib.util.find_spec("triton") is None:
+    if gaps := [(name, package) for is_needed, name, package in requirements if is_needed]:
+        names, packages = zip(*gaps, strict=True)
+        parts.append(f"{', '.join(names)} not found; on Debian and Ubuntu: apt install {' '.join(packages)}.")
+    if has_gpu and importlib.util.find_spec("triton") is None:
         parts.append("Triton is not installed (pip install triton).")
     return " ".join(parts)
 

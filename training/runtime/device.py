@@ -214,14 +214,6 @@ def keep_accelerate_from_sharding() -> None:
     os.environ[SHARDING] = "false"
 
 
-def use_deterministic_kernels() -> None:
-    """Make PyTorch use kernels with a fixed order of additions. These are flash instead of cuDNN attention, one split
-    of keys in memory-efficient attention, and a fixed cuBLAS workspace. Other operations raise an error."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory before writing it
-
-
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory, because each step on a CPU frees memory that the next step allocates again.
     By default, glibc returns large blocks to the system, which must clear every page again: a third of a step's

@@ -15,12 +15,7 @@ from torch import distributed
 from transformers.utils import logging as transformers_logging
 
 from common.errors import UserError
-from training.runtime.device import (
-    Setup,
-    keep_accelerate_from_sharding,
-    keep_freed_memory,
-    use_deterministic_kernels,
-)
+from training.runtime.device import Setup, keep_accelerate_from_sharding, keep_freed_memory
 from training.runtime.restart import restarted
 
 Found = TypeVar("Found")
@@ -43,7 +38,11 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
     cannot connect. `ddp_timeout`: seconds that a process waits for the others."""
     torch.set_float32_matmul_precision("high")  # TF32 for fp32 matrix products on a GPU
     if setup.full_determinism:
-        use_deterministic_kernels()
+        # Use kernels with a fixed order of additions: flash instead of cuDNN attention, one split of keys in
+        # memory-efficient attention, and a fixed cuBLAS workspace. Other operations raise an error.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads memory before writing it
     torch.backends.cuda.enable_cudnn_sdp(setup.cudnn_attention)
     logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)  # hides "Not enough SMs" on small GPUs
     transformers_logging.disable_progress_bar()  # hides "model shards" for every checkpoint
