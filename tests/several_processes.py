@@ -183,7 +183,7 @@ def check_all_write_the_same_text(accelerator: Accelerator) -> None:
 
 
 def check_speed_is_measured_over_as_many_steps_by_all(accelerator: Accelerator) -> None:
-    """The clocks of processes differ; another number of steps on one would leave it waiting for the gradients of the other."""
+    """The clocks of processes differ; a process with more steps would wait for the gradients of the other."""
     config = read_config(json.loads(Path(sys.argv[1]).read_text())[0]["arguments"])
     store, setup = open_store(config.recipe, lambda _: None), setup_of(config)
     plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)

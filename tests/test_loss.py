@@ -81,8 +81,8 @@ def test_full_logits_are_not_kept_for_the_backward_pass(compiled):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_gradients_equal_eager_gradients(backend):
-    """Of the loss alone and with the model, whose embeddings have gradients of their own. With a result that is changed in place, torch
-    2.11 loses them without an error."""
+    """Of the loss alone and with the model, whose embeddings have gradients of their own. With a result that is changed
+    in place, torch 2.11 loses them without an error."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = GPT2ScratchForCausalLM(GPT2ScratchConfig(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2))

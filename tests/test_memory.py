@@ -12,46 +12,46 @@ from training.step.loss import NextTokenLoss
 HALF = Setup("bf16", False, "sdpa", ())
 
 
-def kept_for_backward(config: GPT2ScratchConfig, attention: str, in_half: bool, compiled: bool, rows: int) -> int:
+def kept_for_backward(config: GPT2ScratchConfig, attention: str, is_half: bool, compiles: bool, rows: int) -> int:
     """Return the bytes that a forward pass of `rows` sequences keeps for the backward pass, without parameters."""
     torch._dynamo.reset()
     model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=attention)
     loss = NextTokenLoss(model).train()
-    loss = torch.compile(loss) if compiled else loss
+    loss = torch.compile(loss) if compiles else loss
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept = {}
+    sizes = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     ids = torch.randint(0, config.vocab_size, (rows, config.n_positions))
     with (
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=in_half),
+        torch.autocast("cpu", torch.bfloat16, enabled=is_half),
     ):
         loss(ids, ids, ids.numel(), None)
-    return sum(kept.values())
+    return sum(sizes.values())
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager mode", "compiled"])
-@pytest.mark.parametrize("in_half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager mode", "compiled"])
+@pytest.mark.parametrize("is_half", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(
     "fields", [{}, MODERN, {"rope_parameters": MODERN["rope_parameters"]}], ids=["gpt2", "modern", "rope"]
 )
-def test_estimated_activations_match_the_bytes_kept_for_the_backward_pass(fields, attention, in_half, compiled):
+def test_estimated_activations_match_the_bytes_kept_for_the_backward_pass(fields, attention, is_half, compiles):
     config = GPT2ScratchConfig(vocab_size=64, n_positions=64, n_embd=64, n_layer=4, n_head=2, **fields)
-    counts = [kept_for_backward(config, attention, in_half, compiled, rows) for rows in (4, 12)]
-    memory = Memory(config, Setup("bf16" if in_half else "no", compiled, attention, ()), on_gpu=False)
+    counts = [kept_for_backward(config, attention, is_half, compiles, rows) for rows in (4, 12)]
+    memory = Memory(config, Setup("bf16" if is_half else "no", compiles, attention, ()), on_gpu=False)
     estimates = [memory.parts(rows)["activations"] for rows in (4, 12)]
     assert estimates[1] - estimates[0] == pytest.approx(counts[1] - counts[0], rel=0.1)
 
 
 def test_tanh_gelu_keeps_as_many_bytes_as_exact_gelu():
-    """Transformers' own gelu_new keeps three more tensors of the MLP's width: 7.5 MB here, compared with 4.4 MB for one kernel."""
+    """Transformers' own gelu_new keeps three more tensors of the MLP's width: 7.5 MB here, 4.4 MB with one kernel."""
     shape = {"vocab_size": 64, "n_positions": 64, "n_embd": 64, "n_layer": 4, "n_head": 2}
     exact, tanh = (
         kept_for_backward(GPT2ScratchConfig(**shape, activation_function=name), "sdpa", False, False, rows=4)
@@ -72,16 +72,16 @@ def test_largest_micro_batch_fits_and_sharded_model_keeps_full_gradients():
     memory = Memory(GPT2ScratchConfig(), HALF, on_gpu=True)
     free = int(24e9)
     largest = memory.largest_micro_batch(free)
-    fixed = sum(memory.fixed().values())
-    assert memory.total(largest) - fixed <= 0.8 * (free - fixed) < memory.total(largest + 1) - fixed
+    constant = sum(memory.fixed().values())
+    assert memory.total(largest) - constant <= 0.8 * (free - constant) < memory.total(largest + 1) - constant
     assert memory.largest_micro_batch(0) == 1  # the minimum, which is then tried
     single, eighth = (Memory(GPT2ScratchConfig(), HALF, True, sharded_by=n).fixed() for n in (1, 8))
     assert eighth["optimizer"] == single["optimizer"] // 8
     assert eighth["gradients"] == single["gradients"] // 8 + single["gradients"]
 
 
-# Peaks counted by the allocator on the fake CUDA runtime (tests/fake_cuda), including gradients of an earlier micro-batch:
-# layers, width, sequences, context, vocabulary, half precision, checkpointing, compiled, GB.
+# Peaks counted by the allocator on the fake CUDA runtime (tests/fake_cuda), including gradients of an earlier
+# micro-batch: layers, width, sequences, context, vocabulary, half precision, checkpointing, compiled, GB.
 PEAKS = [
     (3, 768, 64, 512, 32_000, True, False, False, 6.78),
     (12, 768, 64, 512, 32_000, True, False, False, 16.13),
@@ -112,9 +112,9 @@ PEAKS_IN_MUONS_STEP = [(12, 768, 1, 64, 65, True, False, False, 1.55), (12, 768,
     + [(MODERN, "muon", peak) for peak in PEAKS_IN_MUONS_STEP],
 )
 def test_estimated_gpu_peak_is_within_ten_percent(fields, optimizer, counts):
-    layers, width, rows, context, vocabulary, is_half, checkpoints, compiled, peak = counts
+    layers, width, rows, context, vocabulary, is_half, checkpoints, compiles, peak = counts
     shape = {"n_layer": layers, "n_embd": width, "n_head": 4, "n_positions": context, "vocab_size": vocabulary}
     config = GPT2ScratchConfig(**shape, **fields, tie_word_embeddings=False)
-    setup = Setup("bf16" if is_half else "no", compiled, "sdpa", (), gradient_checkpointing=checkpoints)
+    setup = Setup("bf16" if is_half else "no", compiles, "sdpa", (), gradient_checkpointing=checkpoints)
     memory = Memory(config, setup, on_gpu=True, optimizer=optimizer)
     assert memory.total(rows) / 1e9 == pytest.approx(peak, rel=0.1)

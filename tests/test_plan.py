@@ -17,8 +17,8 @@ from training.runtime.hardware import rentals_named, reported_mfu
 from training.step.optim import usual_learning_rate
 
 
-def planned(store, tmp_path, capsys, *more: str, **settings) -> str:
-    trained(store, tmp_path / "run", "--plan", *more, **settings)
+def planned(store, tmp_path, capsys, *extra: str, **settings) -> str:
+    trained(store, tmp_path / "run", "--plan", *extra, **settings)
     return capsys.readouterr().out
 
 
@@ -103,8 +103,8 @@ def test_estimate_for_an_a100_matches_its_measured_speed_and_learning_rate():
 
 def test_plan_for_a_rented_device_uses_its_datasheet(store, tmp_path, capsys):
     shape = {"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 512, "tokens_per_step": 32768}
-    more = {"max_steps": 1000, "plan_device": "a100-80gb", "mixed_precision": "auto", "torch_compile": "auto"}
-    output = planned(store, tmp_path, capsys, **shape, **more)
+    extra = {"max_steps": 1000, "plan_device": "a100-80gb", "mixed_precision": "auto", "torch_compile": "auto"}
+    output = planned(store, tmp_path, capsys, **shape, **extra)
     assert "A100 80 GB, bf16, compiled (from its datasheet)" in output
     assert "of 80.0 GB per device" in output
     rows = [line.split(" | ")[0] for line in output.splitlines() if line.startswith("| ")]
@@ -154,9 +154,9 @@ DROPOUT = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}
 def test_plan_prints_the_model_variant(store, tmp_path, capsys, settings, variant):
     (tmp_path / "own.yaml").write_text("n_layer: 2\n")  # and none of the quickstart's settings
     settings = {"n_layer": None, "tie_word_embeddings": None, "config": tmp_path / "own.yaml", **settings}
-    shown = planned(store, tmp_path, capsys, plan_steps=0, **settings)
+    output = planned(store, tmp_path, capsys, plan_steps=0, **settings)
     size = " parameters" if variant.startswith("tied") else " of them in matrix products"
-    assert f"{size}\n         {variant}\n" in shown
+    assert f"{size}\n         {variant}\n" in output
 
 
 @pytest.mark.parametrize("preset", sorted((REPOSITORY / "presets").glob("*.yaml")), ids=lambda path: path.stem)
@@ -165,9 +165,9 @@ def test_store_overrides_the_vocab_size_of_a_preset(store, tmp_path, capsys, pre
     train_accelerate.main([*arguments, "--plan"])
     output = capsys.readouterr().out
     assert ", vocabulary 300, " in output
-    asked = yaml.safe_load(preset.read_text()).get("vocab_size")
-    line = f"\n         vocab_size is 300, from the data; the value {asked or 0:,} in the YAML file has no effect.\n"
-    assert (line in output) is (asked is not None)
+    size = yaml.safe_load(preset.read_text()).get("vocab_size")
+    line = f"\n         vocab_size is 300, from the data; the value {size or 0:,} in the YAML file has no effect.\n"
+    assert (line in output) is (size is not None)
 
 
 def test_problems_of_every_kind_are_reported_together(launch, store, tmp_path):
@@ -181,8 +181,8 @@ def test_problems_of_every_kind_are_reported_together(launch, store, tmp_path):
         f"error: save_steps in {tmp_path}/own.yaml is 0; it must be at least 1.",
         "error: mixed_precision is fp16, which needs a GPU, and none was found; use bf16, no or auto.",
         f"error: vocab_size is 301, but the vocabulary of {store.folder} has 300 tokens; remove --vocab_size.",
-        f"error: The training split has {store.metadata.train.tokens:,} tokens, fewer than one context of 8192 plus the next "
-        "token; use more text or a smaller n_positions.",
+        f"error: The training split has {store.metadata.train.tokens:,} tokens, fewer than one context of 8192 plus "
+        "the next token; use more text or a smaller n_positions.",
         "error: n_embd 100 is not divisible by n_head 3.",
         "error: tokens_per_step 100 is not a multiple of 8192 (context 8192 x 1 process); the nearest are 8192.",
     ]

@@ -20,9 +20,9 @@ CONFIG = GPT2ScratchConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, 
 TOKENS = np.random.default_rng(0).integers(0, 50, 3000).astype(np.uint16)
 
 
-def tokens(device: torch.device, where: str = "ram", documents: Documents | None = None) -> Tokens:
+def tokens(device: torch.device, place: str = "ram", documents: Documents | None = None) -> Tokens:
     values = torch.from_numpy(TOKENS.view(np.int16))
-    return Tokens(values.to(device) if where == "device" else values, device, documents)
+    return Tokens(values.to(device) if place == "device" else values, device, documents)
 
 
 def train_step(micro_batch: int, accumulation: int, optimizer: str = "adamw") -> TrainStep:
@@ -42,46 +42,46 @@ def fresh() -> GPT2ScratchForCausalLM:
 
 @pytest.mark.parametrize(("micro_batch", "accumulation"), [(4, 2), (1, 8)])
 def test_accumulation_equals_the_large_batch(micro_batch, accumulation):
-    whole = train_step(8, 1)
-    one = whole(3, 1.0)
+    single = train_step(8, 1)
+    one = single(3, 1.0)
     parts = train_step(micro_batch, accumulation)  # has its own accelerator: all accelerators share their state
     other = parts(3, 1.0)
     assert one[0].shape == one[1].shape == ()  # and no logits
     assert not one[0].requires_grad
     torch.testing.assert_close(one[0], other[0], rtol=0, atol=1e-6)  # loss
     torch.testing.assert_close(one[1], other[1], rtol=0, atol=1e-6)  # gradient norm
-    for (name, a), b in zip(whole.model.named_parameters(), parts.model.parameters(), strict=True):
+    for (name, a), b in zip(single.model.named_parameters(), parts.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5, msg=name)
 
 
 @pytest.mark.parametrize(("poison", "optimizer"), [(math.nan, "adamw"), (math.inf, "adamw"), (math.inf, "muon")])
 def test_a_step_with_nonfinite_gradients_changes_nothing(poison, optimizer):
     """One token has a nonfinite embedding, so batches with this token have a nonfinite loss or gradient."""
-    poisoned = train_step(4, 2, optimizer=optimizer)
-    model = poisoned.model
-    batches = [poisoned.batches(step, micro_step).inputs for step in range(60) for micro_step in range(2)]
+    faulty = train_step(4, 2, optimizer=optimizer)
+    model = faulty.model
+    batches = [faulty.batches(step, micro_step).inputs for step in range(60) for micro_step in range(2)]
     rare = min(range(50), key=lambda token: sum(bool((batch == token).any()) for batch in batches))
     with_it = [bool((batches[2 * step] == rare).any() or (batches[2 * step + 1] == rare).any()) for step in range(60)]
     assert True in with_it
     assert False in with_it
     with torch.no_grad():
         model.transformer.wte.weight[rare] = poison
-    state = poisoned.optimizer.state
-    changed, counts = [], []
+    state = faulty.optimizer.state
+    changes, counts = [], []
     for step in range(60):
         before = [parameter.detach().clone() for parameter in model.parameters()]
         moments = [moment.clone() for values in state.values() for moment in values.values()]
-        loss, grad_norm = poisoned(step, 0.1)
+        loss, grad_norm = faulty(step, 0.1)
         pairs = zip(before, model.parameters(), strict=True)
-        same = [torch.equal(a.nan_to_num(), b.detach().nan_to_num()) for a, b in pairs]
-        changed.append(not all(same))
-        assert bool(loss.isfinite() and grad_norm.isfinite()) is changed[-1]
-        if not changed[-1] and moments:
-            now = [moment for values in state.values() for moment in values.values()]
-            assert all(torch.equal(a, b) for a, b in zip(moments, now, strict=True))
+        equal = [torch.equal(a.nan_to_num(), b.detach().nan_to_num()) for a, b in pairs]
+        changes.append(not all(equal))
+        assert bool(loss.isfinite() and grad_norm.isfinite()) is changes[-1]
+        if not changes[-1] and moments:
+            moments_after_step = [moment for values in state.values() for moment in values.values()]
+            assert all(torch.equal(a, b) for a, b in zip(moments, moments_after_step, strict=True))
         counts.append(int(next(iter(state.values()))["step"]) if state else 0)
-    assert changed == [not poisoned_batch for poisoned_batch in with_it]
-    assert counts[-1] == sum(changed)
+    assert changes == [not poisoned_batch for poisoned_batch in with_it]
+    assert counts[-1] == sum(changes)
 
 
 def test_model_and_loss_compile_once_into_one_graph_without_attention_mask():
@@ -125,17 +125,20 @@ def loss_of_documents_alone(model: GPT2ScratchForCausalLM) -> torch.Tensor:
 @pytest.mark.parametrize(("attention", "tied"), [("eager", False), ("sdpa", False), ("sdpa", True)])
 def test_masked_documents_train_as_if_separate(attention, tied):
     config = GPT2ScratchConfig(**CONFIG.to_diff_dict() | {"tie_word_embeddings": tied})
-    packed, alone = (GPT2ScratchForCausalLM._from_config(config, attn_implementation=attention) for _ in range(2))
-    alone.load_state_dict(packed.state_dict())
+    packed_model, document_model = (
+        GPT2ScratchForCausalLM._from_config(config, attn_implementation=attention) for _ in range(2)
+    )
+    document_model.load_state_dict(packed_model.state_dict())
     inputs, targets, positions = packed_batch()
-    ours, expected = NextTokenLoss(packed)(inputs, targets, 26, positions), loss_of_documents_alone(alone)
-    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
-    ours.backward()
-    expected.backward()
-    for (name, a), b in zip(packed.named_parameters(), alone.parameters(), strict=True):
+    batch_loss = NextTokenLoss(packed_model)(inputs, targets, 26, positions)
+    document_loss = loss_of_documents_alone(document_model)
+    torch.testing.assert_close(batch_loss, document_loss, rtol=0, atol=1e-5)
+    batch_loss.backward()
+    document_loss.backward()
+    for (name, a), b in zip(packed_model.named_parameters(), document_model.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-5, msg=name)
-    crossing = NextTokenLoss(alone)(inputs, targets, 26)
-    assert (crossing - expected).abs() > 1e-4  # only the mask makes them equal
+    crossing = NextTokenLoss(document_model)(inputs, targets, 26)
+    assert (crossing - document_loss).abs() > 1e-4  # only the mask makes them equal
 
 
 def test_masked_documents_compile_once_into_one_graph():
@@ -157,11 +160,11 @@ def test_masked_documents_compile_once_into_one_graph():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("where", ["ram", "device"])
-def test_a_step_never_waits_for_the_device(where):
+@pytest.mark.parametrize("place", ["ram", "device"])
+def test_a_step_never_waits_for_the_device(place):
     accelerator = Accelerator(mixed_precision="bf16")
-    placed = tokens(accelerator.device, where)
-    batches = TrainBatches(placed, WindowOrder(len(TOKENS), 16, 1), BatchPlan(16, 4, 1, 1), 0)
+    device_tokens = tokens(accelerator.device, place)
+    batches = TrainBatches(device_tokens, WindowOrder(len(TOKENS), 16, 1), BatchPlan(16, 4, 1, 1), 0)
     setup = Setup("bf16", False, "sdpa", ())
     ready = build_train_step(deepcopy(CONFIG), None, batches, OptimArguments(), setup, accelerator)
     ready(0, 0.01)
