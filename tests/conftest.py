@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 
 import train_accelerate
 from common.errors import UserError
+from forking import Fork, ForkServer
 from hub_server import TOKEN, serving
 from tokenizer.build.recipe import Recipe
 from tokenizer.build.store_builder import pretokenize
@@ -225,41 +226,54 @@ def train(store):
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment without the variables of an outer launcher."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "OMP", "GOMP"))}
+    """Return the environment without the variables of an outer launcher and of pytest."""
+    unset = ("ACCELERATE", "OMP", "GOMP", "PYTEST")
+    return {name: value for name, value in os.environ.items() if not name.startswith(unset)}
 
 
 @pytest.fixture(scope="session")
-def launch():
-    """Function that runs a command like a user, in a separate process."""
+def popen():
+    """Function that starts a command like a user, in a process with a session of its own: in a fork of a process that
+    has imported the libraries, where that makes no difference and the test does not ask for a `fresh` interpreter."""
+    server = ForkServer(clean_environment() | {"OMP_NUM_THREADS": "1"})
 
-    def run(*command: str, folder: Path = REPOSITORY, **environment: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, *map(str, command)],
-            cwd=folder,
-            env=clean_environment() | {"OMP_NUM_THREADS": "1"} | environment,
-            capture_output=True,
-            text=True,
-            timeout=1200,  # for a hang; a busy machine may take minutes
-            check=False,
-        )
+    def begin(*command: str, folder: Path = REPOSITORY, fresh=False, **environment: str | None) -> subprocess.Popen:
+        command, environment = [*map(str, command)], clean_environment() | {"OMP_NUM_THREADS": "1"} | environment
+        environment = {name: value for name, value in environment.items() if value is not None}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        options = {"cwd": folder, "env": environment, **pipes}
+        if not fresh and server.can_run(command, environment):
+            return Fork(server, command, **options)
+        # If the tests run in the background, they may ignore Ctrl-C, and their processes would inherit that.
+        options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+        return subprocess.Popen([sys.executable, *command], start_new_session=True, **options)
+
+    yield begin
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def launch(popen):
+    """Function that runs a command like a user, in a separate process, and returns its output and exit code."""
+
+    def run(*command: str, **options) -> subprocess.CompletedProcess:
+        process = popen(*command, **options)
+        try:
+            output, errors = process.communicate(timeout=1200)  # for a hang; a busy machine may take minutes
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
     return run
 
 
 @pytest.fixture
-def spawn():
-    """Function that starts a command like a user, in a session of its own, whose processes end with the test."""
+def spawn(popen):
+    """Function that starts a command like `popen`, whose processes end with the test."""
     started = []
 
-    def begin(*command: str, **environment: str | None) -> subprocess.Popen:
-        environment = clean_environment() | {"OMP_NUM_THREADS": "1"} | environment
-        environment = {name: value for name, value in environment.items() if value is not None}
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-        # If the tests run in the background, they may ignore Ctrl-C, and their processes would inherit that.
-        options["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
-        command = [sys.executable, *map(str, command)]
-        started.append(subprocess.Popen(command, cwd=REPOSITORY, env=environment, **options))
+    def begin(*command: str, **options) -> subprocess.Popen:
+        started.append(popen(*command, **options))
         return started[-1]
 
     yield begin

@@ -400,7 +400,7 @@ def test_a_closed_full_or_unread_output_ends_a_command_without_a_traceback(store
 
 @pytest.mark.parametrize("script", ["generate.py", "train_accelerate.py"])
 def test_ctrl_c_during_the_imports_of_a_command_prints_one_word(spawn, script):
-    process = spawn(script, "x")
+    process = spawn(script, "x", fresh=True)
     while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)

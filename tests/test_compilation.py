@@ -87,7 +87,7 @@ def test_a_run_names_the_suspended_process_that_locks_the_cache_and_compiles_els
         settings = TINY | {"data": store.folder, "output_dir": tmp_path / name, "torch_compile": "true"}
         environment |= {"CXX": str(compiler), "TMPDIR": str(tmp_path)}
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
-        run = spawn("train_accelerate.py", *flags(**settings), **environment)
+        run = spawn("train_accelerate.py", *flags(**settings), fresh=True, **environment)
         wait_until(log.is_file, 120)
         return run
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from conftest import REPOSITORY, prose
+from conftest import REPOSITORY, clean_environment, prose
 
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 SHORT = "--max_steps 4 --eval_steps 2 --save_steps 2 --max_eval_samples 8 --sample_tokens 8"
@@ -253,22 +254,27 @@ def clone(tmp_path_factory) -> Path:
     return folder
 
 
-def run(command: str, clone: Path) -> subprocess.CompletedProcess:
-    unset = ("ACCELERATE", "OMP", "PYTEST")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(unset)}
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    return subprocess.run(
-        ["bash", "-c", command], cwd=clone, env=environment, capture_output=True, text=True, timeout=1200, check=False
-    )
+def program_of(command: str) -> str:
+    """Return `python x.py` or `python -m x` of such a command, and the whole command otherwise."""
+    match = re.match(r"python (-m )?[\w.]+", command)
+    return match[0] if match else command
 
 
-@pytest.mark.parametrize(
-    "command", [command for command in commands() if not (substitute(command) or "").startswith("tests/")]
-)
-def test_a_documented_command_works(command, clone):
+TESTED = [command for command in commands() if not (substitute(command) or "").startswith("tests/")]
+FIRST = {program_of(substitute(command)): command for command in reversed(TESTED)}
+
+
+@pytest.mark.parametrize("command", TESTED)
+def test_a_documented_command_works(command, clone, launch):
+    """The first command of each program runs as in a terminal, with the default number of threads."""
     text = substitute(command)
     if "runs/x" in command and not (clone / "runs" / "x").exists():
         shutil.copytree(clone / "runs" / "quickstart", clone / "runs" / "x")
-    done = run(text, clone)
+    if command in FIRST.values():
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        options = {"cwd": clone, "env": {**clean_environment(), "PATH": path}, "timeout": 1200}
+        done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False, **options)
+    else:
+        done = launch(*shlex.split(text)[1:], folder=clone)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "Traceback" not in done.stderr

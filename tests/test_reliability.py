@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 import time
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 
 import psutil
@@ -555,7 +555,8 @@ def test_a_run_killed_before_its_config_was_written_can_start(train, tmp_path):
     train(tmp_path / "run", max_steps=1)
 
 
-def test_two_runs_in_one_folder_are_refused(train, tmp_path):
+def test_two_runs_in_one_folder_are_refused(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(RunLock, "__init__", partialmethod(RunLock.__init__, patience=0.1))
     with RunLock(tmp_path / "run"):
         assert_user_error(f"is in use by process {os.getpid()} on ", train, tmp_path / "run")
 

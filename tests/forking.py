@@ -1,0 +1,134 @@
+"""Commands in forks of a process that has imported torch and Transformers, which takes four seconds of CPU time.
+
+A fork is a process with its own pid, session, signals, environment, output and exit code. It imports the modules of this
+project itself. Run as a program, this file is the server of the forks, on the socket of its first argument.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+from functools import cached_property
+from pathlib import Path
+
+LIBRARIES = "accelerate rich.markdown rich.progress torch._dynamo torch._inductor transformers.models.auto "
+LIBRARIES += "transformers.modeling_layers transformers.models.gpt2.modeling_gpt2 transformers.processing_utils"
+OURS = ("benchmarks.", "examples.", "modeling_gpt2scratch.", "publishing.", "training.")
+
+
+class ForkServer:
+    """A server of forks, which starts for the first one. It ends when it is closed, or with the process that started it."""
+
+    process = None
+
+    def __init__(self, environment: dict[str, str]):
+        self.environment = environment
+
+    @cached_property
+    def requests(self) -> socket.socket:
+        requests, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command, options = [sys.executable, __file__, str(end.fileno())], {"env": self.environment}
+        with end:
+            options |= {"pass_fds": [end.fileno()], "stdin": subprocess.DEVNULL, "start_new_session": True}
+            self.process = subprocess.Popen(command, **options)
+        return requests
+
+    def can_run(self, command: list[str], environment: dict[str, str]) -> bool:
+        """Return whether a command is one of this project, in the environment in which the libraries were imported."""
+        is_ours = command[0].endswith(".py") or (command[0] == "-m" and command[1].startswith(OURS))
+        return is_ours and environment == self.environment
+
+    def close(self) -> None:
+        if self.process:
+            self.requests.close()
+            self.process.wait()
+
+
+class Fork(subprocess.Popen):
+    """A command of Python in a fork, which begins a session. Its parent, in the server, sends its pid and exit status."""
+
+    def __init__(self, server: ForkServer, command: list[str], **options):
+        self.server = server
+        super().__init__(command, **options)
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more):
+        *_, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = more[:9]
+        self.answers, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with end:
+            files = [end.fileno(), 0 if p2cread == -1 else p2cread, c2pwrite, errwrite]
+            socket.send_fds(self.server.requests, [json.dumps([args, str(cwd), env]).encode()], files)
+        self.pid, self._child_created = int(self.answers.recv(20)), True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+    def _try_wait(self, wait_flags):
+        if wait_flags & os.WNOHANG and not select.select([self.answers], [], [], 0)[0]:
+            return 0, 0
+        with self.answers:
+            return self.pid, int(self.answers.recv(20))
+
+    def _internal_poll(self, *_, **__):
+        if self.returncode is None:
+            pid, status = self._try_wait(os.WNOHANG)
+            if pid:
+                self._handle_exitstatus(status)
+        return self.returncode
+
+
+def serve(requests: socket.socket) -> list[str]:
+    """Fork for each request and return its command in the fork. The server itself does not return."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the parents of the commands leave no zombies
+    while True:
+        request, files, _, _ = socket.recv_fds(requests, 1 << 20, 4)
+        if not request:
+            os._exit(0)
+        if os.fork() == 0:
+            requests.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            if (pid := os.fork()) == 0:
+                _become(files, *json.loads(request))
+                return json.loads(request)[0]
+            with socket.socket(fileno=files[0]) as answers:
+                for file in files[1:]:
+                    os.close(file)
+                answers.send(b"%d" % pid)
+                answers.send(b"%d" % os.waitpid(pid, 0)[1])
+            os._exit(0)
+        for file in files:
+            os.close(file)
+
+
+def _become(files: list[int], command: list[str], folder: str, environment: dict[str, str]) -> None:
+    os.setsid()
+    for number, file in enumerate(files[1:]):
+        os.dup2(file, number)
+    for file in files:
+        os.close(file)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.orig_argv = [sys.executable, *command]
+
+
+def run(command: list[str]) -> None:
+    if command[0] == "-m":
+        sys.argv, sys.path[0] = command[1:], os.getcwd()
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = command, str(Path(command[0]).absolute().parent)
+        runpy.run_path(command[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    for library in LIBRARIES.split():
+        importlib.import_module(library)
+    gc.freeze()  # the collector does not touch these objects in the forks, which would copy their pages
+    run(serve(socket.socket(fileno=int(sys.argv[1]))))
