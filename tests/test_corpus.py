@@ -153,12 +153,15 @@ def test_packages_and_their_licenses_are_read(tmp_path, monkeypatch):
     write(info / "RECORD", "speeches/a.txt,,\nspeeches/b.txt,,\nspeeches/skipped/c.txt,,\n../d.txt,,\ne.py,,\n")
     for name in ("speeches/a.txt", "speeches/b.txt", "speeches/skipped/c.txt", "e.py"):
         write(tmp_path / name, name)
-    yaml = "package: gpt2scratch-text\nfiles: speeches/*.txt\nexclude: [b.*, skipped]\ninstall: pip install it\n"
+    yaml = "package: gpt2scratch-text\nfiles: speeches/*.txt\nexclude: [b.*, skipped]\nheld_out: [speeches]\ninstall: pip install it\n"
     write(tmp_path / "mine.yaml", yaml)
     mine = str(tmp_path / "mine.yaml")
     assert f"{mine} is text of gpt2scratch-text, which is not installed: run `pip install it`." == refusal(mine)
     monkeypatch.syspath_prepend(tmp_path)
     assert documents(mine) == ["speeches/a.txt"]
+    assert [file.val for file in corpus(mine).all_files] == [True]
+    held_out = {Path(file.path).parts[-2] for file in corpus("python-packages").all_files if file.val}
+    assert {"rich", "jinja2", "fsspec", "implementations"} == held_out
     assert licenses([mine]) == {"gpt2scratch-text 1": "MIT"}
 
 

@@ -30,12 +30,13 @@ from tokenizer.build.recipe import Recipe
 from tokenizer.build.worker import DocumentSettings, Part, StorePlan, done_parts, process_units
 from tokenizer.cleaning import cleaning
 from tokenizer.cleaning.dedup import MinHasher
+from tokenizer.corpus.byte_range import ByteRange
 from tokenizer.corpus.chat import CHATML_TOKENS, ChatTemplate
 from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit
 from tokenizer.corpus.file_finder import TextFile
 from tokenizer.corpus.files import TOLERATED_SHARE
 from tokenizer.corpus.hub import open_dataset
-from tokenizer.corpus.named_data import licenses, template_of
+from tokenizer.corpus.named_data import find, licenses, template_of
 from tokenizer.corpus.units import UNIT_BYTES, Corpus, Unit, stream
 from tokenizer.encoding import encode, vocabulary
 from tokenizer.encoding.vocabulary import VocabularyArguments
@@ -377,14 +378,18 @@ class StoreBuilder:
         paths = {part.path for unit in self.plan.units for part in unit.ranges if part.kind == "hub"}
         return {dataset.name: dataset.revision for dataset in map(open_dataset, paths)}
 
+    def _validation_split(self, part: ByteRange) -> str:
+        """Return the name of the split, folder or packages that a part of the validation text comes from."""
+        if part.kind == "hub":
+            return part.path.split("@")[0]
+        for entry, files in zip(self.recipe.inputs, self.corpus.files, strict=True):
+            if any(file.path == part.path for file in files) and (named := find(entry)) and named.held_out:
+                return f"the packages {', '.join(named.held_out)} of {entry}"
+        return os.path.dirname(part.path).removeprefix(f"{self.work / 'text'}/")
+
     def _describe(self, counts: Counts, outcomes: dict[str, cleaning.RuleStats], merger: Merger) -> None:
         write_atomic(self.store / "inputs.json", json.dumps(self.inputs))
-        parts = [part for unit in self.plan.units if unit.val for part in unit.ranges]
-        of_given = f"{self.work / 'text'}/"
-        sources = (
-            part.path.split("@")[0] if part.kind == "hub" else os.path.dirname(part.path).removeprefix(of_given)
-            for part in parts
-        )
+        parts = (part for unit in self.plan.units if unit.val for part in unit.ranges)
         splits = {name: (split.tokens, split.documents, split.bytes) for name, split in merger.progress.splits.items()}
         finish(
             self.store,
@@ -396,7 +401,7 @@ class StoreBuilder:
             sources=self.recipe.inputs,
             hub_datasets=[hub.name for hub in self.corpus.hub if hub is not None],
             commits=self._commits(),
-            validation_splits=list(dict.fromkeys(sources)),
+            validation_splits=list(dict.fromkeys(map(self._validation_split, parts))),
             licenses=licenses(self.recipe.inputs),
             settings=self.plan.settings_of_user,
             counts=asdict(counts)

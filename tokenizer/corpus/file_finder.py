@@ -49,7 +49,7 @@ class FileFinder:
     def find(self, entry: str) -> list[TextFile]:
         """Return the files of one entry of `--input` in a fixed order. Raise a `UserError` if there are none."""
         if (paths := files_of(entry)) is not None:
-            return list(map(TextFile.at, paths))
+            return [TextFile.at(path, val=val) for path, val in paths.items()]
         path = Path(entry).expanduser()
         is_one = os.path.lexists(path)
         matches = [str(path)]

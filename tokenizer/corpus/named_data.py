@@ -30,6 +30,7 @@ class NamedData:
     package: str | None = None  # installed package, or `dependencies of` one, or `python`: the standard library
     files: str | None = None  # pattern of the files of the package
     exclude: list[str] = field(default_factory=list)  # patterns of names of files and folders
+    held_out: list[str] = field(default_factory=list)  # folders whose files are the validation text
     install: str | None = None  # command that installs the package
     license: str | None = None
     use: str | None = None  # purpose
@@ -57,16 +58,16 @@ def find(entry: str) -> NamedData | None:
     return NamedData(**vars(found) | {"config": found.config and found.config.replace(LANGUAGE, language)})
 
 
-def files_of(entry: str) -> list[Path] | None:
-    """Return the files of a data set that is in installed packages, or None for another entry.
-    Raise a `UserError` if the package is not installed."""
+def files_of(entry: str) -> dict[Path, bool] | None:
+    """Return the files of a data set that is in installed packages, with whether they are validation text, or None for
+    another entry. Raise a `UserError` if the package is not installed."""
     named = find(entry)
     if named is None or named.package is None:
         return None
     files = packages.text_files(named.package, named.files, named.exclude)
     if not files:
         raise UserError(f"{entry} is text of {named.package}, which is not installed: run `{named.install}`.")
-    return files
+    return {path: not {*named.held_out}.isdisjoint(path.parts) for path in files}
 
 
 def licenses(entries: list[str]) -> dict[str, str]:
@@ -106,7 +107,7 @@ def listed() -> Iterator[str]:
 
 def _read(path: Path) -> NamedData:
     content, names = read_yaml(path), {part.name for part in fields(NamedData)}
-    types = {"exclude": list}
+    types = {"exclude": list, "held_out": list}
     wrong = sorted(content.keys() - names)
     wrong += [name for name in content if name in names and not isinstance(content[name], types.get(name, str) | None)]
     if wrong or not (content.get("dataset") or (content.get("package") and content.get("files"))):
