@@ -137,8 +137,7 @@ def test_positions_of_many_documents_equal_a_loop():
 
 
 def permuted(n: int, key: int) -> np.ndarray:
-    keys, nth = np.array([key], dtype=np.uint64), np.zeros(n, dtype=np.intp)
-    return permute(np.arange(n, dtype=np.uint64), n, keys, nth)
+    return permute(np.arange(n, dtype=np.uint64), n, np.full(n, key, dtype=np.uint64))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 16, 17, 1000, 4097])

@@ -45,7 +45,7 @@ SCORED_TOKENS = 32_768  # of a validation before the last
 COMPILED_SPEED = 1.4  # relative to steps without compilation, measured on two cores for 2 and 3 layers
 # Seconds until the first step is done, and to compile the validation, by whether steps are compiled: on two cores.
 STARTUP = {False: 3.0, True: 42.0}
-GUESSES = {"cpu": 3e11, "cuda": 5e13, "mps": 3e12}  # FLOP/s of a device, only to choose the model that is measured
+GUESSES = {"cpu": 3e11, "cuda": 5e13}  # FLOP/s of a device, only to choose the model that is measured; others: 3e12
 PROBE_SECONDS = 1.0
 TOLERANCE = 1.1  # of `scaling.deficit`: a budget may be too small for another layer and slightly too large without it
 BYTES_PER_PARAMETER = 18  # at most: weights, gradients and two moments in fp32, and weights in half precision
@@ -302,7 +302,7 @@ class Sizer:
         device = RENTALS[plan_device].datasheet if plan_device else device_name(self.accelerator.device)
         peak = peak_flops(device, self.setup.mixed_precision)
         _, usual, _ = reported_mfu(device) or MFU_OF_OTHERS
-        self.flops = processes * (usual * peak if peak else GUESSES[self.accelerator.device.type])
+        self.flops = processes * (usual * peak if peak else GUESSES.get(self.accelerator.device.type, 3e12))
         option = self._best(1.0)
         if option is not None and (speed := assumed_speed(device, option.model, self.setup.mixed_precision, processes)):
             self.mfu, self.source = speed.mfu, speed.source

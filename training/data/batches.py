@@ -137,33 +137,31 @@ class WindowOrder:
     def _compute(self, samples: np.ndarray) -> np.ndarray:
         """Return the first token's index (k,) int64 of consecutive samples (k,) uint64, which may span many epochs."""
         epochs, places = np.divmod(samples, np.uint64(self.windows))
-        nth = (epochs - epochs[0]).astype(np.intp)  # (k,): index of each sample's epoch in this block
-        epochs_of_block = np.arange(int(epochs[0]), int(epochs[-1]) + 1, dtype=np.uint64)
-        keys = _mixed(np.array([self.seed], dtype=np.uint64), epochs_of_block)  # one key per epoch
+        keys = _mixed(np.array([self.seed], dtype=np.uint64), epochs)  # (k,): the same within an epoch
         slack = self.n_tokens - 1 - self.windows * self.context  # tokens by which the windows can shift
         offsets = keys % np.uint64(min(self.context - 1, slack) + 1)
-        starts = offsets[nth] + permute(places, self.windows, keys, nth) * np.uint64(self.context)
+        starts = offsets + permute(places, self.windows, keys) * np.uint64(self.context)
         return starts.astype(np.int64)
 
 
-def permute(places: np.ndarray, n: int, keys: np.ndarray, nth: np.ndarray) -> np.ndarray:
+def permute(places: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
     """Apply pseudo-random permutations of 0 .. n-1, one per key, in O(k) time and memory.
-    Each of `places`, (k,) uint64, is mapped by the permutation of `keys[nth]`. A balanced Feistel network (Luby and
+    Each of `places`, (k,) uint64, is mapped by the permutation of its key. A balanced Feistel network (Luby and
     Rackoff 1988) permutes the smallest square power of two that is at least n; results of n or more are permuted again
     until they are below n (cycle walking: Black and Rogaway 2002)."""
     n_bits = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(n_bits)) - 1)
-    round_keys = _mixed(keys, np.arange(ROUNDS, dtype=np.uint64)[:, None])  # (ROUNDS, keys)
 
-    def shuffle(values: np.ndarray, nth: np.ndarray) -> np.ndarray:
+    def shuffle(values: np.ndarray, round_keys: np.ndarray) -> np.ndarray:
         high, low = values >> n_bits, values & mask
         for keys_of_round in round_keys:
-            high, low = low, high ^ (_scrambled(low ^ keys_of_round[nth]) & mask)
+            high, low = low, high ^ (_scrambled(low ^ keys_of_round) & mask)
         return (high << n_bits) | low
 
-    out = shuffle(places, nth)
+    round_keys = _mixed(keys, np.arange(ROUNDS, dtype=np.uint64)[:, None])  # (ROUNDS, k)
+    out = shuffle(places, round_keys)
     while len(beyond := np.flatnonzero(out >= n)):
-        out[beyond] = shuffle(out[beyond], nth[beyond])
+        out[beyond] = shuffle(out[beyond], round_keys[:, beyond])
     return out
 
 
