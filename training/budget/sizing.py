@@ -40,7 +40,9 @@ ARCHITECTURE = {"activation_function", "normalization", "rope_theta", "use_bias"
 ARCHITECTURE |= {"layer_norm_epsilon", "optimizer"}
 WIDTH = 64  # per layer, as in nanochat and in GPT-2 small
 DEEPEST = 100  # layers
-VALIDATIONS = 5  # of a run, each with a checkpoint; the oldest of the last four is from the end of the stable phase
+# Validations of a run whose first step takes no time, each with a checkpoint. The oldest of the last four is from the
+# stable phase. If they were more in a run that starts slowly, it would end late.
+VALIDATIONS = 5
 SCORED_TOKENS = 32_768  # of a validation before the last
 COMPILED_SPEED = 1.4  # relative to steps without compilation, measured on two cores for 2 and 3 layers
 # Seconds until the first step is done, and to compile the validation, by whether steps are compiled: on two cores.
@@ -217,22 +219,24 @@ class Sizer:
     def _option(self, depth: int, factor: float) -> Option | None:
         model, amount = self._model(depth), self.config.budget.amount
         if self.left is not None:
-            tokens = (self.left * factor - self._seconds(model, 0)) * self._speed(model).tokens_per_second
+            speed = self._speed(model).tokens_per_second
+            longest = self.left * factor * speed  # without startup and validations
+            tokens = longest - self._seconds(model, 0) * speed
         elif amount is not None:
-            tokens = factor * amount.number / flops_per_token(model)
+            longest = tokens = factor * amount.number / flops_per_token(model)
         else:
             parameters = size_of(model).products
-            tokens = self._length(0) or scaling.best_ratio(self.family, parameters) * parameters
+            longest = tokens = self._length(0) or scaling.best_ratio(self.family, parameters) * parameters
         batch = self._batch(model, max(1, min(tokens, self._length(0) or tokens)))
         limit = self._length(batch)
-        steps = int(min(tokens, limit or tokens) / batch)
+        steps, most_steps = (int(min(number, limit or number) / batch) for number in (tokens, longest))
         if steps < 1:
             return None
-        settings = self._settings(depth, batch, steps) | {"max_steps": steps}
+        settings = self._settings(depth, batch, steps, math.ceil(most_steps / VALIDATIONS)) | {"max_steps": steps}
         settings |= {"num_train_epochs": None, "max_train_tokens": None}
         seconds = None
         if self.left is not None:
-            seconds = self._seconds(model, steps * batch)
+            seconds = self._seconds(model, steps * batch, math.ceil(steps / settings["eval_steps"]))
             settings["max_train_tokens"] = limit and int(limit)  # for a resumed run, while its length is an estimate
         return Option(settings, model, steps * batch, self.unique, self.family, seconds)
 
@@ -258,9 +262,10 @@ class Sizer:
         }
         return fill([ModelArguments], shape | self.given)[0]
 
-    def _settings(self, depth: int, batch: int, steps: int) -> dict[str, Any]:
-        """Return the settings of a run: model, batch, rates, schedule, steps between validations and checkpoints."""
-        model, every = self._arguments(depth), math.ceil(steps / VALIDATIONS)
+    def _settings(self, depth: int, batch: int, steps: int, every: int) -> dict[str, Any]:
+        """Return the settings of a run with a validation and a checkpoint `every` so many steps: also those of model,
+        batch, rates and schedule."""
+        model = self._arguments(depth)
         settings = self.architecture | {
             "tokens_per_step": batch,
             "eval_steps": every,
@@ -285,11 +290,11 @@ class Sizer:
         epochs, steps = self.given.get("num_train_epochs"), self.given.get("max_steps")
         return self.given.get("max_train_tokens") or (epochs and epochs * self.unique) or (steps and steps * batch)
 
-    def _seconds(self, model: GPT2ScratchConfig, tokens: float) -> float:
+    def _seconds(self, model: GPT2ScratchConfig, tokens: float, validations: int = VALIDATIONS) -> float:
         """Return the estimated seconds of a run that trains on `tokens`."""
-        validation = self.store.metadata.val.tokens
-        validation_tokens = validation + (VALIDATIONS - 1) * min(SCORED_TOKENS, validation)  # the last is of all tokens
-        return self._speed(model).seconds(tokens, VALIDATIONS, validation_tokens)
+        split = self.store.metadata.val.tokens
+        validation_tokens = split + (validations - 1) * min(SCORED_TOKENS, split)  # the last is of all tokens
+        return self._speed(model).seconds(tokens, validations, validation_tokens)
 
     def _speed(self, model: GPT2ScratchConfig) -> Throughput:
         speed = self.flops / flops_per_token(model)
@@ -315,7 +320,7 @@ class Sizer:
             )
         printer(self.accelerator)("Measuring the speed of this device in a few steps ...")
         depth, tokens = (self.depths[0], 1) if option is None else (option.model.n_layer, option.tokens)
-        settings = self._settings(depth, self._batch(self._model(depth), tokens), steps=1000)
+        settings = self._settings(depth, self._batch(self._model(depth), tokens), 1000, 1000)
         config, eager = self.config.with_settings(settings), replace(self.setup, torch_compile=False)
         plan = make_plan(config, self.sample, self.sample.load_tokenizer(), self.accelerator, eager)
         speed = measure_speed(config, plan, eager, self.accelerator, self.sample, steps=2, seconds=PROBE_SECONDS)
