@@ -76,8 +76,8 @@ def test_only_processes_of_this_machine_are_counted(monkeypatch):
 
 
 def test_a_text_is_read_by_one_process_and_again_only_if_it_may_have_changed(tmp_path, monkeypatch):
-    read, reads = Corpus.fingerprint, []
-    monkeypatch.setattr(Corpus, "fingerprint", lambda corpus: reads.append(corpus) or read(corpus))
+    fingerprint, reads = Corpus.fingerprint, []
+    monkeypatch.setattr(Corpus, "fingerprint", lambda corpus: reads.append(corpus) or fingerprint(corpus))
     monkeypatch.setattr(run_data, "CACHE", tmp_path / "cache")
     text = tmp_path / "mine.txt"
     recipe = Recipe([str(text)], vocabulary=VocabularyArguments(tokenizer_type="character"))

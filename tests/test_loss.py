@@ -47,9 +47,9 @@ def test_mixed_precision_is_as_accurate_as_autograd(precision):
     exact = gradients(reference, *inputs)
     with torch.autocast("cpu", precision):
         result, autograds = gradients(linear_cross_entropy, *inputs), gradients(reference, *inputs)
-    for one, other, truth in zip(result, autograds, exact, strict=True):
+    for one, autograd, truth in zip(result, autograds, exact, strict=True):
         assert one.dtype == torch.float32
-        assert (one - truth).norm() <= 1.2 * (other - truth).norm() + 1e-6 * truth.norm()
+        assert (one - truth).norm() <= 1.2 * (autograd - truth).norm() + 1e-6 * truth.norm()
 
 
 def test_gpu_sum_matches_nll_loss():
@@ -95,6 +95,6 @@ def test_compiled_gradients_equal_eager_gradients(backend):
         tensors = tensors or arguments[:2]
         compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
         reference_loss, result = (torch.autograd.grad(one(*arguments), tensors) for one in (function, compiled))
-        for one, other in zip(result, reference_loss, strict=True):
-            assert other.any()
-            torch.testing.assert_close(one, other)
+        for one, plain in zip(result, reference_loss, strict=True):
+            assert plain.any()
+            torch.testing.assert_close(one, plain)

@@ -209,9 +209,9 @@ def test_a_run_with_a_budget_fixes_its_length_once(launch, store, tmp_path, laun
     assert ", budget 40s -> 50s" in result.stderr
 
 
-def pacer(time_estimate: int, seconds_left: float) -> Pacer:
+def pacer(time_estimate: int, time_to_end: float) -> Pacer:
     run = SimpleNamespace(plan=SimpleNamespace(max_steps=time_estimate, tokens_per_step=1000))
-    sizing = SimpleNamespace(deadline=time.monotonic() + seconds_left)
+    sizing = SimpleNamespace(deadline=time.monotonic() + time_to_end)
     return Pacer(run, None, SimpleNamespace(sizing=sizing, seconds=lambda speed, tokens: 10.0))
 
 

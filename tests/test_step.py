@@ -69,10 +69,10 @@ def test_a_step_with_nonfinite_gradients_changes_nothing(poison, optimizer):
     state = faulty.optimizer.state
     changes, counts = [], []
     for step in range(60):
-        before = [parameter.detach().clone() for parameter in model.parameters()]
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
         moments = [moment.clone() for values in state.values() for moment in values.values()]
         loss, grad_norm = faulty(step, 0.1)
-        pairs = zip(before, model.parameters(), strict=True)
+        pairs = zip(weights, model.parameters(), strict=True)
         equal = [torch.equal(a.nan_to_num(), b.detach().nan_to_num()) for a, b in pairs]
         changes.append(not all(equal))
         assert bool(loss.isfinite() and grad_norm.isfinite()) is changes[-1]

@@ -128,8 +128,8 @@ class Memory:
     def _loss(self, micro_batch: int) -> int:
         """Return the bytes of one chunk's logits, of their gradients, and of the head's gradient."""
         tokens, V, C = micro_batch * self.model.n_positions, self.model.vocab_size, self.model.n_embd
-        compiled = self.on_gpu and self.setup.torch_compile
-        rows, per_logit, head = rows_of_chunk(tokens, compiled), LOSS_ON_GPU if self.on_gpu else LOSS_ON_CPU, 4
-        if compiled:  # one head gradient per chunk in half precision, or two in fp32
+        is_compiled = self.on_gpu and self.setup.torch_compile
+        rows, per_logit, head = rows_of_chunk(tokens, is_compiled), LOSS_ON_GPU if self.on_gpu else LOSS_ON_CPU, 4
+        if is_compiled:  # one head gradient per chunk in half precision, or two in fp32
             per_logit, head = LOSS_COMPILED, 2 * -(-tokens // rows) if self.in_half else 8
         return rows * V * per_logit[self.in_half] + head * V * C

@@ -47,8 +47,8 @@ class ShardedLoss(nn.Module):
 def shard(
     loss: NextTokenLoss, accelerator: Accelerator, place: str, compile_settings: dict[str, Any] | None = None
 ) -> ShardedLoss:
-    """Replace the parameters of `loss.model` with their shards, which stay in `place`, "device" or "cpu". All processes must have the same
-    weights. Build the optimizer afterwards. `compile_settings` are those of `torch.compile`, or None."""
+    """Replace the parameters of `loss.model` with their shards, which stay in `place`, "device" or "cpu". All processes
+    must have the same weights. Build the optimizer afterwards. `compile_settings`: those of `torch.compile`."""
     model = loss.model
     mesh, is_cuda = _mesh(accelerator, place), accelerator.device.type == "cuda"
     offload = fsdp.CPUOffloadPolicy(pin_memory=is_cuda) if place == "cpu" else fsdp.OffloadPolicy()
