@@ -17,7 +17,7 @@ train: install  ## Train the quickstart: about 0.9M parameters on Python's stand
 	$(BIN)/python train_accelerate.py
 
 test: install  ## Run all tests
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-fake-cuda: $(FAKE_CUDA)/installed  ## Run the GPU path on a CUDA runtime that computes nothing: see tests/fake_cuda/README.md
 	$(FAKE_CUDA)/venv/bin/python tests/fake_cuda/compile_runtime.py $(FAKE_CUDA)

@@ -283,6 +283,15 @@ def spawn(popen):
         process.communicate()
 
 
+# Files of more than 40 s of CPU time, longest first: so that all workers are busy until the end (`make test`).
+LONG = "reliability finetuning documented_commands publishing benchmarks sizing stopping hub sweep worker notebook demo"
+
+
+def pytest_collection_modifyitems(items):
+    files = [f"test_{name}" for name in LONG.split()]
+    items.sort(key=lambda item: files.index(item.path.stem) if item.path.stem in files else len(files))
+
+
 def pytest_sessionfinish(session):
     """Fail for skipped tests whose reason does not match EXPECTED_SKIPS, a pattern that CI sets where all extras are installed."""
     expected, reporter = os.environ.get("EXPECTED_SKIPS"), session.config.pluginmanager.get_plugin("terminalreporter")

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -82,14 +83,15 @@ class Fork(subprocess.Popen):
 
 def serve(requests: socket.socket) -> list[str]:
     """Fork for each request and return its command in the fork. The server itself does not return."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the parents of the commands leave no zombies
     while True:
         request, files, _, _ = socket.recv_fds(requests, 1 << 20, 4)
+        with suppress(ChildProcessError):  # no zombies
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         if not request:
             os._exit(0)
         if os.fork() == 0:
             requests.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             if (pid := os.fork()) == 0:
                 _become(files, *json.loads(request))
                 return json.loads(request)[0]

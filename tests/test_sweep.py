@@ -3,12 +3,10 @@
 import re
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 
-from conftest import REPOSITORY, TINY, assert_user_error, clean_environment, error_of, flags, lines, wait_until
+from conftest import TINY, assert_user_error, error_of, flags, lines, wait_until
 from training import compare_runs, sweep
 
 SETTINGS = {name: value for name, value in TINY.items() if name != "learning_rate"}
@@ -18,18 +16,13 @@ def command(store, base, **settings) -> list[str]:
     return [*flags(data=store.folder, output_dir=base, **SETTINGS | settings), "--vary", "learning_rate=0.01,0.02"]
 
 
-def started(arguments) -> subprocess.Popen:
-    command = [sys.executable, "-m", "training.sweep", *arguments]
-    return subprocess.Popen(command, cwd=REPOSITORY, env=clean_environment(), stdout=subprocess.DEVNULL)
-
-
-def test_a_killed_sweep_continues_and_repeats_no_finished_run(store, tmp_path, launch, capsys):
+def test_a_killed_sweep_continues_and_repeats_no_finished_run(store, tmp_path, spawn, launch, capsys):
     first, second = (tmp_path / "sweep" / f"learning_rate={rate}" for rate in ("0.01", "0.02"))
-    arguments = command(store, tmp_path / "sweep", max_steps=600, save_steps=100, eval_steps=100)
-    process = started(arguments)
-    wait_until((second / "checkpoints" / "step_00000100").exists)
+    arguments = command(store, tmp_path / "sweep", max_steps=300, save_steps=50, eval_steps=100)
+    process = spawn("-m", "training.sweep", *arguments)
+    wait_until((second / "checkpoints" / "step_00000050").exists)
     compare_runs.main([str(first), str(second), "--output", str(tmp_path / "comparison.png")])
-    rows = r"\| finished \| `0.01` \|.*\| running at step \d+ of 600 \| `0.02`"
+    rows = r"\| finished \| `0.01` \|.*\| running at step \d+ of 300 \| `0.02`"
     assert re.search(rows, capsys.readouterr().out, re.DOTALL)
     process.kill()
     process.wait()
@@ -42,8 +35,9 @@ def test_a_killed_sweep_continues_and_repeats_no_finished_run(store, tmp_path, l
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_sweep_after_its_run_is_saved(store, tmp_path, number, code):
-    process = started(command(store, tmp_path, max_steps=100_000, save_steps=100_000, eval_steps=100_000))
+def test_a_signal_ends_the_sweep_after_its_run_is_saved(store, tmp_path, spawn, number, code):
+    settings = {"max_steps": 100_000, "save_steps": 100_000, "eval_steps": 100_000}
+    process = spawn("-m", "training.sweep", *command(store, tmp_path, **settings))
     run = tmp_path / "learning_rate=0.01"
     wait_until(lambda: lines(run / "metrics.jsonl"))
     process.send_signal(number)
