@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -55,10 +56,8 @@ def test_healthy_run_gets_no_advice(tmp_path, entries):
 
 def test_device_waiting_for_data_is_reported(tmp_path):
     five = lines([3.0] * 5, data_share=0.35)
-    assert texts_of(advisor(tmp_path, place="mmap"), five, waiting_share=0.05) == [
-        "The device waits for its batches 30% of the time: they are read from disk, so use --data_placement ram if "
-        "they fit in RAM, or a faster disk."
-    ]
+    [text] = texts_of(advisor(tmp_path, place="mmap"), five, waiting_share=0.05)
+    assert re.search("waits for its batches 30% .* use --data_placement ram .* or a faster disk", text)
     assert texts_of(advisor(tmp_path), five, waiting_share=0.3) == []  # the device was the bottleneck anyway
     assert texts_of(advisor(tmp_path), five[:4], waiting_share=0.0) == []  # too few lines
     assert "so stop them or give the run more cores." in texts_of(advisor(tmp_path), five, waiting_share=0.0)[0]
@@ -66,20 +65,16 @@ def test_device_waiting_for_data_is_reported(tmp_path):
 
 def test_mfu_far_below_reported_values_is_reported(tmp_path):
     five = lines([3.0] * 5, mfu=0.12)
-    assert texts_of(advisor(tmp_path, usual_mfu=0.38), five) == [
-        "MFU is 12%, but others reach about 38% on this device; check the Device line for a cause (not compiled, fp32, "
-        "attention: math), and use --profile to see where the time goes."
-    ]
+    [text] = texts_of(advisor(tmp_path, usual_mfu=0.38), five)
+    assert re.search("MFU is 12%, but others reach about 38% .* check the Device line .* use --profile", text)
     assert texts_of(advisor(tmp_path, usual_mfu=None), five) == []
     assert texts_of(advisor(tmp_path, usual_mfu=0.38), [*five[:4], *lines([3.0], mfu=0.3)]) == []
 
 
 def test_larger_micro_batch_is_suggested_if_memory_is_free(tmp_path):
     five = lines([3.0] * 5, peak_memory_gb=9.0)
-    assert texts_of(advisor(tmp_path, accumulation=12), five) == [
-        "A micro-batch of 8 sequences uses 9.0 of 80.0 GB, and each step runs 12 of them; "
-        "--per_device_train_batch_size 48 uses the device better without changing the steps."
-    ]
+    [text] = texts_of(advisor(tmp_path, accumulation=12), five)
+    assert re.search(r"8 sequences uses 9\.0 of 80\.0 GB, .* 12 of them; --per_device_train_batch_size 48 ", text)
     assert texts_of(advisor(tmp_path, accumulation=1), five) == []
     assert texts_of(advisor(tmp_path, accumulation=12, on_gpu=False), five) == []
     assert texts_of(advisor(tmp_path, accumulation=2), lines([3.0] * 5, peak_memory_gb=33.0)) == []
@@ -89,10 +84,8 @@ def test_exploding_gradient_and_flat_or_rising_loss_are_reported(tmp_path):
     usual = lines(noisy(3.0, 60, fall=1))
     one, two = (HEALTHY | {"step": 610 + 10 * i, "loss": 2.0, "grad_norm": norm} for i, norm in enumerate((6.0, 8.0)))
     assert texts_of(advisor(tmp_path), [*usual, one, HEALTHY | {"step": 620, "loss": 2.0}]) == []
-    assert texts_of(advisor(tmp_path), [*usual, one, two]) == [
-        "The gradient norm is 8.00, 16 times its median; if it stays high, lower learning_rate or raise "
-        "warmup_steps, and resume from an earlier checkpoint."
-    ]
+    [text] = texts_of(advisor(tmp_path), [*usual, one, two])
+    assert re.search(r"norm is 8\.00, 16 times its median; .* learning_rate .* warmup_steps, and resume from", text)
     falling = noisy(5.0, 200, fall=2)
     [flat] = texts_of(advisor(tmp_path), lines(falling + noisy(3.0, 80)))
     assert flat.startswith("The loss is flat over the last 510 steps: mean 3.001, then 3.000 (± 0.000). ")
@@ -103,8 +96,7 @@ def test_exploding_gradient_and_flat_or_rising_loss_are_reported(tmp_path):
 def test_rising_validation_loss_is_reported_once_even_after_a_resume(tmp_path):
     rising = evaluations(3.0, 2.0, 2.05, 2.2, 2.3)
     [text] = texts_of(advisor(tmp_path), rising)
-    words = "The validation loss is rising, from 2.0000 at step 200 to 2.2000: the model overfits."
-    assert text.startswith(words)
+    assert "is rising, from 2.0000 at step 200 to 2.2000: the model overfits" in text
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rising[:3]))
     assert len(texts_of(advisor(tmp_path), rising[3:])) == 1  # earlier log lines are read
     advice = {"time": "2026-01-01T10:00:00+00:00", "event": "advice", "step": 400, "about": "overfitting", "text": "."}

@@ -110,10 +110,7 @@ def test_missing_input_is_refused_by_name(tmp_path, monkeypatch):
     write(tmp_path / "books" / "a.txt", "text")
     write(tmp_path / "empty" / ".hidden", "text")
     for entry in ("nothing.txt", "no*.txt", "a b/c.txt", "~/nothing here", "one/two/three.txt", "books/b.txt"):
-        assert refusal(entry) == (
-            f"{entry} matches no local file or folder and is neither a Hub dataset nor a name in `python -m tokenizer.pretokenize --list`; "
-            f"check the path."
-        )
+        assert refusal(entry).startswith(f"{entry} matches no local file or folder and is neither a Hub dataset nor")
     assert refusal("boks/a.txt").startswith("boks/a.txt is not a local path, and the Hub cannot be reached (HF_HUB")
     assert refusal("empty").startswith("empty has no files except hidden files and links (only a glob follows them); ")
 
