@@ -37,13 +37,8 @@ from training.checkpoints.samples import read_samples
 MAX_EXAMPLES = 6  # maximum number of example prompts on the page
 REPOSITORY = Path(__file__).parent.parent
 SPACE = {f"app{suffix}": f"publishing/demo_page{suffix}" for suffix in (".py", ".css", ".html.j2")}
-NAMES = (
-    "__init__",
-    "configuration_gpt2scratch",
-    "modeling_gpt2scratch",
-    "loading",
-    "prompts",
-)  # no code of the models is run
+# No code of the models is run.
+NAMES = ("__init__", "configuration_gpt2scratch", "modeling_gpt2scratch", "loading", "prompts")
 PACKAGED = ["publishing/__init__.py", "publishing/demo_models.py", *(f"modeling_gpt2scratch/{it}.py" for it in NAMES)]
 SPACE |= {name: name for name in ("common/chat_rendering.py", *PACKAGED)}
 FILES = (*SPACE, "models.json", "requirements.txt", "README.md", "modeling_gpt2scratch/*.py", "**/*.pyc")

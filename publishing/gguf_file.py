@@ -59,11 +59,8 @@ def write_gguf(
     if gguf is None:
         raise UserError("Writing GGUF needs the package gguf: run pip install -e '.[gguf]'.")
     refuse_replacing(destination)
-    config, kinds, refusal = (
-        model.config,
-        gguf.GGMLQuantizationType,
-        f"{model.name_or_path} cannot be converted to GGUF",
-    )
+    config, kinds = model.config, gguf.GGMLQuantizationType
+    refusal = f"{model.name_or_path} cannot be converted to GGUF"
     with model_errors(f"{refusal}: {{}}."):
         is_modern = native_kind(config) == "apertus"
     Problems(f"{refusal}: {problem}" for problem in _problems(model, tokenizer)).refuse()

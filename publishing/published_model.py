@@ -190,10 +190,8 @@ def _harness_results(home: RunFolder, folder: Path) -> list[EvalResult]:
         except NONSENSE as error:
             raise UserError(f"{path} is incomplete or damaged; delete it, or run lm_eval again.") from error
         is_own = model == folder.resolve()
-        if is_newest and model == home.model.resolve():  # it has the weights of the newest checkpoint
-            is_own = (
-                path.stat().st_mtime >= (folder / checkpoints.MANIFEST).stat().st_mtime
-            )  # and had them when measured
+        if is_newest and model == home.model.resolve():  # with these weights, if they are older than the results
+            is_own = path.stat().st_mtime >= (folder / checkpoints.MANIFEST).stat().st_mtime
         results += entries if is_own else []
     return results
 

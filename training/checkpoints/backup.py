@@ -10,7 +10,7 @@ hashes again.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +110,7 @@ class Backup:
                     if is_linked(checkpoint / MANIFEST, backup.path):
                         raise DamageError(f"it is a link to a path outside {backup.path}")
                     listed_files(checkpoint)
-                    self._bring_files(step_of(checkpoint))
+                    self._restore_files(step_of(checkpoint))
                     self.run.checkpoints.mkdir(exist_ok=True)
                     checkpoints.copy(checkpoint, self.run.checkpoints / checkpoint.name)
                     self.say(f"Backup:  {checkpoint.name} is restored from {backup.path}")
@@ -124,14 +124,13 @@ class Backup:
             ) from error
         return None
 
-    def _bring_files(self, step: int) -> None:
-        """Copy the logs and settings of the backup into the run folder. A log that reaches `step` is not replaced."""
+    def _restore_files(self, step: int) -> None:
+        """Copy the logs and settings of the backup into the run folder. Existing settings, and logs that reach `step`,
+        are not replaced."""
         mark(self.run.path, "run")
         entries = read_metrics(self.run.metrics)
-        is_older = not entries or entries[-1]["step"] < step
-        for source, target in zip(self.there.files, self.run.files, strict=True):
-            if not target.exists() or (is_older and target != self.run.config):
-                _copy_file(source, self.there.path, target)
+        is_current = bool(entries) and entries[-1]["step"] >= step
+        _copy_files(self.there, self.run, self.run.files if is_current else (self.run.config,))
 
     def begin(self, first_step: int, may_replace: bool) -> None:
         """Start the backup of a run from `first_step`. With `may_replace`, the user allowed deleting later steps.
@@ -211,13 +210,13 @@ class Backup:
                 "command again to resume from it, or delete it"
             )
         self.submitted.add(checkpoint.name)
-        self._copy_files()  # before the checkpoint is complete, so that the log always reaches its step
+        _copy_files(self.run, self.there)  # before the checkpoint is complete, so that the log always reaches its step
         target, is_complete = backup / checkpoint.name, False
         with suppress(FileNotFoundError, DamageError):  # checks only the manifest and the sizes
             is_complete = listed_files(target) == listed_files(checkpoint)
         if not is_complete:
             checkpoints.copy(checkpoint, target)
-        self._copy_files()  # again: the copy takes long, and this step may have been validated meanwhile
+        _copy_files(self.run, self.there)  # again: the copy takes long, and this step may have been validated meanwhile
         for path in later:
             if path.name != checkpoint.name and (path in unknown or step_of(path) > step_of(checkpoint)):  # rolled back
                 discard(path, FILES)
@@ -225,16 +224,13 @@ class Backup:
         checkpoints.sweep(backup)
         checkpoints.prune(backup, self.limit, best_step(self.run.metrics))
 
-    def _copy_files(self) -> None:
-        for source, target in zip(self.run.files, self.there.files, strict=True):
-            _copy_file(source, self.run.path, target)
 
-
-def _copy_file(source: Path, folder: Path, target: Path) -> None:
-    """Copy a file of a folder, unless it does not exist or is a link to a path outside."""
-    if source.is_file() and not is_linked(source, folder):
-        with unfinished_path(target) as partial:
-            copy_file(source, partial)
+def _copy_files(source: RunFolder, target: RunFolder, protected: Collection[Path] = ()) -> None:
+    """Copy settings and logs, except links to a path outside. Existing files in `protected` are not replaced."""
+    for file, copy in zip(source.files, target.files, strict=True):
+        if file.is_file() and not is_linked(file, source.path) and not (copy in protected and copy.exists()):
+            with unfinished_path(copy) as partial:
+                copy_file(file, partial)
 
 
 def earlier_run(run: RunFolder, backup_dir: str | None) -> RunFolder | None:

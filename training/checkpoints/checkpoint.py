@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from common import schema
-from common.atomic import copy_file, file_sha256, fsync, fsync_path, set_default_permissions, unfinished_path
+from common.atomic import copy_file, file_sha256, fsync_path, set_default_permissions, unfinished_path, write_atomic
 from common.errors import NONSENSE, UserError, check_format
 from common.limits import free
 from common.removal import discard
@@ -134,21 +134,18 @@ def as_os_error(error: Exception) -> OSError:
 def _seal(folder: Path, step: int) -> None:
     """Give every file the user's default permissions, flush it to disk, and write the manifest."""
     set_default_permissions(folder)
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
     files = {}
-    for path in paths:
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         fsync_path(path)
-        files[str(path.relative_to(folder).as_posix())] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
-    manifest = folder / MANIFEST
+        files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
     content = {"format_version": FORMAT_VERSION, "step": step, "files": files}
-    manifest.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    fsync_path(manifest)
+    write_atomic(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
 
 
 def copy(checkpoint: Path, final: Path, model_only: bool = False) -> None:
     """Replace `final` atomically with a copy of a checkpoint, or of its model without the training state. Raise a
     `DamageError` if the checkpoint does not match its manifest."""
-    manifest, files = (checkpoint / MANIFEST).read_bytes(), listed_files(checkpoint)
+    files, manifest = listed_files(checkpoint), (checkpoint / MANIFEST).read_text(encoding="utf-8")
     with unfinished_path(final, known=MODEL_FILES if model_only else FILES) as partial:
         for name, (_, sha256) in files.items():
             if model_only and name in (OPTIMIZER, STATE):
@@ -157,9 +154,7 @@ def copy(checkpoint: Path, final: Path, model_only: bool = False) -> None:
             if copy_file(checkpoint / name, partial / name) != sha256:
                 raise DamageError(f"{name} was changed or damaged (its hash differs)")
         if not model_only:
-            with (partial / MANIFEST).open("wb") as file:
-                file.write(manifest)
-                fsync(file)
+            write_atomic(partial / MANIFEST, manifest)
 
 
 def renew_model(checkpoint: Path, destination: Path) -> None:

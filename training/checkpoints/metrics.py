@@ -129,10 +129,8 @@ def seconds_until(entries: list[dict[str, Any]]) -> dict[int, float]:
     branched off from another run's checkpoint, the steps of the other run do not count."""
     seconds, until = 0.0, {}
     log_lines = [entry for entry in entries if "tokens" in entry][:2]
-    between = (
-        log_lines[-1]["step"] - log_lines[0]["step"] if log_lines else 0
-    )  # steps per line, also before the first line
-    tokens = log_lines[0]["tokens"] * (1 - between / log_lines[0]["step"]) if between else 0
+    interval = log_lines[-1]["step"] - log_lines[0]["step"] if log_lines else 0  # steps, also before the first line
+    tokens = log_lines[0]["tokens"] * (1 - interval / log_lines[0]["step"]) if interval else 0
     for entry in entries:
         if "tokens_per_second" in entry:
             seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]

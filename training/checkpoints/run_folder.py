@@ -164,11 +164,8 @@ def run_of(path: Path) -> Path:
     elif path.name in ("model", "checkpoints") and not RunFolder(path).is_run():
         run = path.parent
     if is_checkpoint(path) and run.is_dir() and not path.exists():
-        steps = (
-            ", ".join(checkpoint.name for checkpoint in checkpoints.complete_checkpoints(path.parent))
-            or "no checkpoint"
-        )
-        raise UserError(f"{path} does not exist; {run} has {steps}.")
+        names = [checkpoint.name for checkpoint in checkpoints.complete_checkpoints(path.parent)]
+        raise UserError(f"{path} does not exist; {run} has {', '.join(names) or 'no checkpoint'}.")
     if not path.exists() or not RunFolder(run).is_run():
         raise UserError(f"{path} is neither a run folder nor a checkpoint in one.")
     if not (run / CONFIG_FILE).is_file():

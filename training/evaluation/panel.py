@@ -43,10 +43,9 @@ class HeldOut:
         self.texts = [rust.decode(tokens[offsets[i] : ends[i]].tolist(), skip_special_tokens=False) for i in chosen]
         self.starts = np.concatenate([[0], np.cumsum([len(text) for text in self.texts])])  # characters, with the end
         self.edges, self.units = units(self.starts)  # boundaries of the units of the standard error; description
-        full_text = "".join(self.texts)
-        self.bytes = np.array(
-            [len(full_text[a:b].encode()) for a, b in pairwise(self.edges)], dtype=np.int64
-        )  # (units,)
+        self.text = "".join(self.texts)
+        sizes = [len(self.text[start:end].encode()) for start, end in pairwise(self.edges)]
+        self.bytes = np.array(sizes, dtype=np.int64)  # (units,)
 
     def encoded(self, tokenizer: PreTrainedTokenizerBase, name: str) -> Encoded:
         """Encode the text. Raise a `UserError` if the tokenizer cannot represent all of it."""
@@ -144,10 +143,9 @@ def compare_models(
         return None
     train_tokens, eos = fitted_on(store), store.metadata.eos_token_id
     for title, order in track(ORDERS.items(), "n-grams", accelerator.is_main_process):
-        nats[title] = nats_of_ngram(
-            NGram(train_tokens, store.metadata.vocab_size, order), eos, own_encoding, len(text.bytes)
-        )
-    bits_per_byte = compressed_bits("".join(text.texts).encode())
+        ngram = NGram(train_tokens, store.metadata.vocab_size, order)
+        nats[title] = nats_of_ngram(ngram, eos, own_encoding, len(text.bytes))
+    bits_per_byte = compressed_bits(text.text.encode())
     rows = [{"name": title, "kind": "compressor", "bits_per_byte": value} for title, value in bits_per_byte.items()]
     for title, values in nats.items():
         bits, stderr = ratio(values / math.log(2), text.bytes)

@@ -20,9 +20,8 @@ from training.plan.plan import Plan
 from training.step.optim import moment_shapes, named_moments
 from training.step.tensors import local
 
-STEPS = (
-    4  # until every weight has a gradient: a head and projections that start at zero pass on none in the first steps
-)
+# Until every weight has a gradient: a head and projections that start at zero pass on none in the first steps.
+STEPS = 4
 LONG = 2 * WINDOW  # steps after which the loss must differ from the first one
 SAME = 2e-3  # relative difference of losses that counts as none
 # allowed nats between the first loss and that of equal probabilities, without the effect of the initial weights
@@ -91,11 +90,8 @@ class LearningCheck:
             raise _broken(f"{len(dead)} of {len(names)} parameters have no gradient or only zeros ({dead[0]} ...)")
         if self.accelerator.num_processes > 1 and not isinstance(self.model.lm_head.weight, DTensor):
             weights = self.accelerator.gather(torch.stack([old, new])[None])  # (processes, 2, n)
-            distance, movement = (
-                (weights[:, 1] - weights[0, 1]).norm(dim=1).max(),
-                (weights[0, 1] - weights[0, 0]).norm(),
-            )
-            if distance > DISAGREE * movement:
+            movement = (weights[0, 1] - weights[0, 0]).norm()
+            if (weights[:, 1] - weights[0, 1]).norm(dim=1).max() > DISAGREE * movement:
                 raise _broken("The processes have different weights")
 
     def _columns(self) -> torch.Tensor:

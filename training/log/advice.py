@@ -132,10 +132,8 @@ class Advisor:
     def _validation_advice(self) -> Iterator[Advice]:
         if len(self.evaluations) < 3:
             return
-        (step, best), (_, previous), (_, newest) = (
-            min(self.evaluations, key=lambda pair: pair[1]),
-            *self.evaluations[-2:],
-        )
+        step, best = min(self.evaluations, key=lambda pair: pair[1])
+        (_, previous), (_, newest) = self.evaluations[-2:]
         if newest > previous > (1 + VALIDATION_RISE) * best:
             hint = "Its checkpoint is kept"
             if not (self.folder.checkpoints / folder_name(step)).is_dir():

@@ -50,9 +50,7 @@ def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:
         by_tokens, by_time = figure.subplots(1, 2, sharey=True)
         for axes, at, label in ((by_tokens, tokens, "tokens"), (by_time, seconds / unit, f"{name} of training")):
             _curve(axes, list(zip(at, [entry["loss"] for entry in train], strict=True)), "training")
-            places = np.interp(
-                [entry["step"] for entry in evaluations], steps, at
-            )  # interpolates between two log lines
+            places = np.interp([entry["step"] for entry in evaluations], steps, at)  # between two log lines
             losses = [comparable_loss(entry) for entry in evaluations]
             axes.plot(places, losses, color=ORANGE, marker="o", markersize=4, linewidth=1.5, label="validation")
             axes.set_xlabel(label)
