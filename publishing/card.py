@@ -55,36 +55,32 @@ def model_card(
 ) -> str:
     """Return the card, built from the run's report or from the README.md of a model folder.
     `gguf`: facts about the GGUF files."""
-    facts, sections, config = release.facts, release.sections, release.model.config
+    sections, config = release.sections, release.model.config
     native = native_kind(config) if options.format != "gpt2scratch" else None
     metadata = _metadata(release, repository, options, "gpt2scratch" if options.has_code else native)
     license = options.license or sections.get("License") or sections.get("Licence") or metadata.license
     has_own_evaluation = release.training is None and not release.evaluation
     author, title = repository.id.split("/")
     variables = {
-        "base": "page.md.j2" if facts is None else "report.md.j2",
-        "sections": sections,
+        "base": "page.md.j2" if release.facts is None else "report.md.j2",
+        "release": release,
         "written": WRITTEN,
-        "training": release.training,
         "repository": repository,
         "more": f', revision="{repository.branch}"' * bool(repository.branch)
         + ", trust_remote_code=True" * options.has_code,
         "options": options,
-        "config": config,
         "native": {"gpt2": "GPT-2", "apertus": "Apertus"}.get(native),
         "gguf": gguf,
-        "evaluation": release.evaluation,
         "own_evaluation": sections.get("Evaluation", "") if has_own_evaluation else "",
-        "measured": release.harness,
         "license": license or NO_LICENSE,
         "author": author,
         "title": title,
         "citation_key": re.sub(r"\W+", "", repository.id).lower(),
         "year": datetime.now(UTC).year,
-        "architecture": _architecture(config, (facts or {}).get("settings", {})),
+        "architecture": _architecture(config, (release.facts or {}).get("settings", {})),
         **_examples(release),
     }
-    body = environment(TEMPLATES).get_template("card.md.j2").render((facts or {}) | variables).strip() + "\n"
+    body = environment(TEMPLATES).get_template("card.md.j2").render((release.facts or {}) | variables).strip() + "\n"
     return str(ModelCard.from_template(metadata, template_str="---\n{{ card_data }}\n---\n\n{{ body }}", body=body))
 
 
@@ -129,12 +125,13 @@ def _metadata(release: PublishedModel, repository: Repository, options: FolderAr
     values = {"license": options.license, "language": options.language}
     tags = metadata["tags"] if isinstance(metadata.get("tags"), list) else []
     tags = [kind, *(tag for tag in tags if tag not in ("gpt2scratch", "gpt2", "apertus"))]
-    if training is not None and training.base_model is None:
-        tags.insert(1, "from-scratch")
-    if training is not None and training.base_model is not None and not Path(training.base_model).exists():
-        values["base_model"] = training.base_model
-    if training is not None and training.store is not None:
-        values["datasets"] = sorted(set(training.store.metadata.hub_datasets))
+    if training is not None:
+        if training.base_model is None:
+            tags.insert(1, "from-scratch")
+        elif not Path(training.base_model).exists():
+            values["base_model"] = training.base_model
+        if training.store is not None:
+            values["datasets"] = sorted(set(training.store.metadata.hub_datasets))
     tasks = release.evaluation.get("tasks", {"configs": {}})
     results = [*validation_results(release), *release.harness, *harness_entries(tasks)]
     return ModelCardData(

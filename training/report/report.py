@@ -44,12 +44,12 @@ def environment(*folders: Path) -> Environment:
     jinja = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     jinja.filters |= {"as": format, "counted": counted, "fenced": fenced, "cell": cell, "clock": clock}
     jinja.filters |= {"perplexity": perplexity, "quoted": partial(json.dumps, ensure_ascii=False)}  # a Python string
-    jinja.filters["plain"] = lambda name: re.sub(
-        r"([\\`*\[\]<>|&!~$])", r"\\\1", " ".join(name.split())
-    )  # not Markdown
-    jinja.filters["row"] = lambda cells: f"| {' | '.join(map(str, cells))} |"  # of a table
-    jinja.filters["line"] = lambda text: " ".join(text.split())  # a paragraph
-    jinja.filters["yaml"] = partial(yaml.safe_dump, sort_keys=False, allow_unicode=True)
+    jinja.filters |= {
+        "plain": lambda name: re.sub(r"([\\`*\[\]<>|&!~$])", r"\\\1", " ".join(name.split())),  # not Markdown
+        "row": lambda cells: f"| {' | '.join(map(str, cells))} |",  # of a table
+        "line": lambda text: " ".join(text.split()),  # a paragraph
+        "yaml": partial(yaml.safe_dump, sort_keys=False, allow_unicode=True),
+    }
     jinja.globals |= {"grams_of_co2_per_kwh": GRAMS_OF_CO2_PER_KWH, "colab_dollars": DOLLARS_PER_COLAB_UNIT}
     jinja.globals["prices_of"] = PRICES_OF
     jinja.globals["published"] = yaml.safe_load((TEMPLATES.parent / "published.yaml").read_text(encoding="utf-8"))
@@ -143,15 +143,16 @@ def keep_evaluation(results: dict[str, Any], run: RunFolder, store: TokenStore) 
     with disk_errors(folder, RESUMES):
         mark(folder, "evaluation")
         earlier = _read(folder)
-        is_same = identity.items() <= earlier.items()
-        if "panel" in results or not is_same:
+        if not identity.items() <= earlier.items():
+            earlier = {}
+        if "panel" in results or not earlier:
             picture.unlink(missing_ok=True)
         if "panel" in results:
             plot_panel(results["panel"]["rows"], picture)
-        if "tasks" in results and "tasks" in earlier and is_same:
+        if "tasks" in results and "tasks" in earlier:
             for name in ("configs", "results", "n-shot", "cut_requests"):
                 results["tasks"][name] = earlier["tasks"].get(name, {}) | results["tasks"][name]
-        content = {"format_version": EVALUATION_FORMAT} | (earlier if is_same else {}) | results | identity
+        content = {"format_version": EVALUATION_FORMAT} | earlier | results | identity
         write_atomic(folder / "evaluation.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         evaluation = evaluation_of(run, run.model)
         if picture.is_file():
