@@ -10,7 +10,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from conftest import TWO_PROCESSES, assert_user_error, metrics, prose, tokenized
@@ -25,7 +24,7 @@ from training.report.report import evaluation_of
 
 
 @pytest.fixture(scope="module")
-def many(tmp_path_factory):
+def corpus(tmp_path_factory):
     """Token store whose validation split has enough documents for standard errors over documents."""
     folder = tmp_path_factory.mktemp("many")
     for i in range(120):
@@ -84,18 +83,18 @@ def test_uniform_model_costs_the_logarithm_of_its_vocabulary(letters, tmp_path, 
 
 
 @torch.no_grad()
-def test_loss_and_standard_error_match_a_sum_over_documents(many, tmp_path, capsys):
+def test_loss_and_standard_error_match_a_sum_over_documents(corpus, tmp_path, capsys):
     """The expected values add up each token's cost in its document."""
-    model = saved(tmp_path / "model", many)
-    result = evaluated(capsys, tmp_path / "model", "--data", many.folder)
-    tokens = torch.from_numpy(many.in_memory("val").astype(np.int64))
+    model = saved(tmp_path / "model", corpus)
+    result = evaluated(capsys, tmp_path / "model", "--data", corpus.folder)
+    tokens = torch.from_numpy(corpus.in_memory("val").astype(np.int64))
     costs = torch.zeros(len(tokens), dtype=torch.float64)
     for start in range(0, len(tokens) - 1, 16):
         window, next_tokens = tokens[start : start + 16][: len(tokens) - 1 - start], tokens[start + 1 : start + 17]
         logits = model(window[None]).logits[0]
         costs[start + 1 : start + 1 + len(next_tokens)] = -logits.log_softmax(-1)[range(len(next_tokens)), next_tokens]
-    nats = [costs[a:b].sum().item() for a, b in pairwise(many.offsets("val"))]
-    sizes = np.diff(many.offsets("val"))
+    nats = [costs[a:b].sum().item() for a, b in pairwise(corpus.offsets("val"))]
+    sizes = np.diff(corpus.offsets("val"))
     sizes[0] -= 1
     mean = sum(nats) / (len(tokens) - 1)
     squares = sum((cost - mean * size) ** 2 for cost, size in zip(nats, sizes, strict=True))
@@ -103,13 +102,13 @@ def test_loss_and_standard_error_match_a_sum_over_documents(many, tmp_path, caps
     assert result["eval_loss"] == pytest.approx(mean, abs=1e-6)
     assert result["eval_loss_stderr"] == pytest.approx(math.sqrt(spread) / (len(tokens) - 1), rel=1e-4)
     assert result["eval_stderr_over"] == f"{len(sizes)} documents"
-    split = many.metadata.val
+    split = corpus.metadata.val
     assert result["eval_bits_per_byte"] == pytest.approx(mean / math.log(2) * split.tokens / split.bytes, abs=1e-6)
 
 
-def test_two_processes_give_the_same_results(many, tmp_path, capsys, launch):
-    saved(tmp_path / "model", many)
-    arguments = (tmp_path / "model", "--data", many.folder, "--compare")
+def test_two_processes_give_the_same_results(corpus, tmp_path, capsys, launch):
+    saved(tmp_path / "model", corpus)
+    arguments = (tmp_path / "model", "--data", corpus.folder, "--compare")
     single = evaluated(capsys, *arguments)
     pair = launch(*TWO_PROCESSES, "-m", "training.evaluate", *arguments, "--json", ACCELERATE_USE_CPU="true")
     assert pair.returncode == 0, pair.stderr
@@ -137,17 +136,17 @@ def bits_of_documents(model, tokenizer, texts: list[str], context: int) -> list[
     return bits
 
 
-def test_gpt2_with_another_tokenizer_is_scored_on_the_same_bytes(many, store, tmp_path, capsys):
-    model = saved(tmp_path / "model", many)
+def test_gpt2_with_another_tokenizer_is_scored_on_the_same_bytes(corpus, store, tmp_path, capsys):
+    model = saved(tmp_path / "model", corpus)
     torch.manual_seed(1)
     config = GPT2Config(vocab_size=300, n_layer=1, n_head=2, n_embd=16, n_positions=12, initializer_range=0.3)
     gpt2, gpt2_tokenizer = GPT2LMHeadModel(config).eval(), store.load_tokenizer()
     gpt2.save_pretrained(tmp_path / "gpt2")
     gpt2_tokenizer.save_pretrained(tmp_path / "gpt2")
-    arguments = (tmp_path / "model", "--data", many.folder, "--compare_with", tmp_path / "gpt2")
+    arguments = (tmp_path / "model", "--data", corpus.folder, "--compare_with", tmp_path / "gpt2")
     panel = evaluated(capsys, *arguments, "--compare_documents", 31)["panel"]
     rows = {row["name"]: row for row in panel["rows"]}
-    tokens, offsets, own_tokenizer = many.memory_map("val"), many.offsets("val"), many.load_tokenizer()
+    tokens, offsets, own_tokenizer = corpus.memory_map("val"), corpus.offsets("val"), corpus.load_tokenizer()
     chosen = np.linspace(0, len(offsets) - 2, 31).astype(int)
     texts = [own_tokenizer.decode(tokens[offsets[i] : offsets[i + 1] - 1].tolist()) for i in chosen]
     sizes = np.array([len(text.encode()) for text in texts])
@@ -207,8 +206,8 @@ def test_planted_span_is_found_at_its_position_and_an_absent_one_is_not(monkeypa
     changes[-1] += 1
     text = np.concatenate([tokens, span])
     rows = np.stack([span, edge, changes, tokens[-50:], span]).astype(np.int64)
-    assert find_spans(text[:5000], rows, Accelerator()).tolist() == [1234, 980, -1, 4950, 1234]
-    assert find_spans(tokens[:40], rows, Accelerator()).tolist() == [-1] * 5
+    assert find_spans(text[:5000], rows).tolist() == [1234, 980, -1, 4950, 1234]
+    assert find_spans(tokens[:40], rows).tolist() == [-1] * 5
     hashes = hash_spans(tokens[:1000], 7)  # independent of a span's position
     assert len(hashes) == len(set(hashes.tolist())) == 994
     assert all(hash_spans(tokens[i : i + 7], 7)[0] == hashes[i] for i in range(0, 994, 50))
@@ -230,9 +229,9 @@ def test_memorization_looks_up_generated_text(letters, tmp_path, capsys):
     assert evaluated(capsys, *arguments) == evaluated(capsys, *arguments)
 
 
-def test_spans_end_at_the_end_of_a_document(many, tmp_path, capsys):
-    saved(tmp_path / "model", many, is_uniform=True)
-    arguments = (tmp_path / "model", "--data", many.folder, "--memorization", "--memorization_span", 3)
+def test_spans_end_at_the_end_of_a_document(corpus, tmp_path, capsys):
+    saved(tmp_path / "model", corpus, is_uniform=True)
+    arguments = (tmp_path / "model", "--data", corpus.folder, "--memorization", "--memorization_span", 3)
     result = evaluated(capsys, *arguments)["memorization"]
     assert result["share"] < 0.01 < 0.1 < result["held_out_share"]
     assert 64 * 50 < result["spans"] < 64 * 254  # one in 300 tokens is an end of text
@@ -281,10 +280,10 @@ def test_checkpoint_option_chooses_last_best_or_a_step(finished_copy, capsys):
             assert result[name] == pytest.approx(evaluations[step][name], abs=1e-5)
 
 
-def test_invalid_inputs_are_refused_with_one_sentence(many, letters, tmp_path):
-    saved(tmp_path / "model", many)
+def test_invalid_inputs_are_refused_with_one_sentence(corpus, letters, tmp_path):
+    saved(tmp_path / "model", corpus)
     saved(tmp_path / "letters", letters)
-    arguments = [str(tmp_path / "model"), "--data", str(many.folder)]
+    arguments = [str(tmp_path / "model"), "--data", str(corpus.folder)]
     for options, sentence in (
         (["--compare_with", arguments[0]], r"compare_with names a model twice"),
         (["--compare_with", "runs/none"], r"runs/none is neither a local folder nor a Hub id"),
@@ -295,13 +294,13 @@ def test_invalid_inputs_are_refused_with_one_sentence(many, letters, tmp_path):
         assert_user_error(sentence, evaluate.main, [*arguments, *options])
 
 
-def test_model_is_scored_only_on_a_store_with_its_own_tokenizer(many, store, tmp_path):
-    assert store.metadata.vocab_size == many.metadata.vocab_size
+def test_model_is_scored_only_on_a_store_with_its_own_tokenizer(corpus, store, tmp_path):
+    assert store.metadata.vocab_size == corpus.metadata.vocab_size
     folder = tmp_path / "model"
-    model = saved(folder, many)
+    model = saved(folder, corpus)
     sentence = f"{store.folder} have different tokenizers; use a store that was made"
     assert_user_error(sentence, evaluate.main, [str(folder), "--data", str(store.folder)])
-    arguments = [str(folder), "--data", str(many.folder)]
+    arguments = [str(folder), "--data", str(corpus.folder)]
     torch.nn.init.constant_(model.lm_head.weight, math.nan)
     model.save_pretrained(folder)
     assert_user_error("has a loss of nan; its weights or its config.json are damaged.", evaluate.main, arguments)

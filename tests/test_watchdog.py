@@ -131,4 +131,4 @@ def test_restart_replaces_processes_with_the_same_pids_even_during_a_collective(
 )
 def test_judge_finds_the_cause_not_its_consequences(judge, trouble, pulses, fault):
     table = [Pulse(rank, "a", "", rank, phase="step 7", **pulse) for rank, pulse in enumerate(pulses)]
-    assert find_fault(judge, table, trouble, patience=60, ddp_timeout=600) == fault
+    assert find_fault(judge, table, trouble, ddp_timeout=600) == fault

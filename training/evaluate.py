@@ -215,7 +215,7 @@ def main(arguments: list[str]) -> None:
         return
     if options.memorization:
         sizes = (options.memorization_texts, options.memorization_span)
-        results["memorization"] = memorization(model, store, *sizes, options.seed, accelerator)
+        results["memorization"] = memorization(model, store, *sizes, options.seed)
     try:
         if tasks is not None:
             results["tasks"] = run_tasks(model, folder, tasks, options.per_device_eval_batch_size)

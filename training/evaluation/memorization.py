@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from common.errors import UserError
@@ -25,16 +24,14 @@ BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
 FILTER_BITS = 20
 
 
-def memorization(
-    model: PreTrainedModel, store: TokenStore, texts: int, span: int, seed: int, accelerator: Accelerator
-) -> dict[str, Any]:
+def memorization(model: PreTrainedModel, store: TokenStore, texts: int, span: int, seed: int) -> dict[str, Any]:
     """Return the share of spans that occur in the training split, as JSON data. Only one process calls this. Raise a
     `UserError` if all texts of the model, or all documents of the validation split, are shorter than a span."""
     eos, val = store.metadata.eos_token_id, store.memory_map("val")
     starts = np.random.default_rng(seed).integers(0, max(1, len(val) - LENGTH), texts)
     held_out = [np.asarray(val[start : start + LENGTH], dtype=np.int64) for start in starts]
     opening = [row[:1] for row in held_out] if eos is None else [np.array([eos])] * texts
-    texts_of_model = generate_texts(model, np.stack(opening), eos, seed, accelerator)
+    texts_of_model = generate_texts(model, np.stack(opening), eos, seed)
     of_texts = [spans(text, eos, span) for text in (*texts_of_model, *held_out)]
     counts = np.array([len(rows) for rows in of_texts]).reshape(2, texts)
     sources = ("the texts that the model wrote", "the validation split")
@@ -42,7 +39,7 @@ def memorization(
         if not number:
             raise UserError(f"No document in {source} has at least {span} tokens; use a smaller --memorization_span.")
     looked_up = np.concatenate(of_texts)
-    places = find_spans(store.memory_map("train"), looked_up, accelerator)
+    places = find_spans(store.memory_map("train"), looked_up)
     hits = [part.sum() for part in np.split(places >= 0, counts.cumsum()[:-1])]
     (share, stderr), (held_out_share, held_out_stderr) = map(ratio, np.reshape(hits, counts.shape), counts)
     example, first = None, int(np.argmax(places[: counts[0].sum()] >= 0))  # the first span found
@@ -63,15 +60,13 @@ def memorization(
     }
 
 
-def generate_texts(
-    model: PreTrainedModel, opening: np.ndarray, eos: int | None, seed: int, accelerator: Accelerator
-) -> list[np.ndarray]:
+def generate_texts(model: PreTrainedModel, opening: np.ndarray, eos: int | None, seed: int) -> list[np.ndarray]:
     """Return the continuations of `opening` (B, 1), up to an end of text or `LENGTH` tokens."""
     torch.manual_seed(seed)
     config = generation_config(1.0)
     config.eos_token_id = config.pad_token_id = eos
     texts = []
-    for at in track(range(0, len(opening), AT_ONCE), "writing", accelerator.is_main_process):
+    for at in track(range(0, len(opening), AT_ONCE), "writing", is_shown=True):
         tokens = torch.from_numpy(opening[at : at + AT_ONCE]).to(model.device)
         texts += continue_tokens(model, tokens, LENGTH, config)
     return [np.array(text, dtype=np.int64) for text in texts]
@@ -85,7 +80,7 @@ def spans(tokens: np.ndarray, eos: int | None, span: int) -> np.ndarray:
     return windows[(windows != eos).all(axis=1)]  # if eos is None, all tokens differ from it
 
 
-def find_spans(tokens: np.ndarray, targets: np.ndarray, accelerator: Accelerator) -> np.ndarray:
+def find_spans(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """Return the first position in `tokens` of each span in `targets` (n, span), as (n,) int64, or -1 if a span does
     not occur. One pass over `tokens`, in bounded memory: rolling hashes (Karp and Rabin 1987) are matched with a bit
     filter, then with a sorted table. Of the remaining spans, the first of each hash and block is compared."""
@@ -95,7 +90,7 @@ def find_spans(tokens: np.ndarray, targets: np.ndarray, accelerator: Accelerator
     shift = np.uint64(64 - FILTER_BITS)
     passes[hashes >> shift] = True
     places: dict[bytes, int] = {}
-    for start in track(range(0, len(tokens) - span + 1, BLOCK), "searching", accelerator.is_main_process):
+    for start in track(range(0, len(tokens) - span + 1, BLOCK), "searching", is_shown=True):
         block = np.asarray(tokens[start : start + BLOCK + span - 1])
         block_hashes = hash_spans(block, span)
         candidates = np.flatnonzero(passes[block_hashes >> shift])

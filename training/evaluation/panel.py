@@ -142,7 +142,7 @@ def compare_models(
     if not accelerator.is_main_process:
         return None
     train_tokens, eos = fitted_on(store), store.metadata.eos_token_id
-    for title, order in track(ORDERS.items(), "n-grams", accelerator.is_main_process):
+    for title, order in track(ORDERS.items(), "n-grams", is_shown=True):
         ngram = NGram(train_tokens, store.metadata.vocab_size, order)
         nats[title] = nats_of_ngram(ngram, eos, own_encoding, len(text.bytes))
     bits_per_byte = compressed_bits(text.text.encode())

@@ -68,9 +68,10 @@ class Pulse:
         return psutil.STATUS_DEAD if state == psutil.STATUS_ZOMBIE else state
 
 
-def find_fault(judge: int, pulses: list[Pulse], trouble: float, patience: float, ddp_timeout: float) -> str | None:
+def find_fault(judge: int, pulses: list[Pulse], trouble: float, ddp_timeout: float) -> str | None:
     """Return the fault of the processes that rank `judge` judges, or None. `trouble`: seconds since the first error or
-    failure. `patience`: seconds of silence after which a process counts as lost."""
+    failure."""
+    patience = min(PATIENCE, ddp_timeout)
     running = [pulse for pulse in pulses if not pulse.left]
     candidates = [pulse for pulse in running if (pulse.rank == 0) == (judge != 0)]
     errors = [pulse for pulse in running if pulse.error]
@@ -178,7 +179,7 @@ class Watchdog:
             self._table[pulse.rank] = replace(pulse, silence=silence, state=states.get(pulse.rank, ""))
         pulses = [self._table[rank] for rank in sorted(self._table)]
         self._trouble += INTERVAL * any(pulse.error or pulse.failure for pulse in pulses)
-        fault = find_fault(self.rank, pulses, self._trouble, min(PATIENCE, self.ddp_timeout), self.ddp_timeout)
+        fault = find_fault(self.rank, pulses, self._trouble, self.ddp_timeout)
         if fault is None:
             return None
         for pulse in pulses:
