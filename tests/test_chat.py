@@ -88,11 +88,12 @@ def test_control_tokens_may_overlap_and_be_single_characters(said):
 
 
 def test_templates_write_control_tokens_from_roles_and_variables():
-    source = "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] | trim }}{% endfor %}{{ eos_token }}"
+    message = "<|{{ m['role'] }}|>\n{{ m['content'] | trim }}"
+    source = "{{ bos_token }}{% for m in messages %}" + message + "{% endfor %}{{ eos_token }}"
     control = ("<|user|>", "<|assistant|>", "<s>", "</s>")
     template = ChatTemplate(source, control, {"bos_token": "<s>", "eos_token": "</s>"})
-    expected = [("", "<s>"), ("", "<|user|>"), ("\n<|user|>", "<|assistant|>"), ("\nHello 雪", "</s>"), ("", None)]
-    assert template.segments([{"role": "user", "content": " <|user|> "}, CHAT[1]]) == expected
+    target = [("", "<s>"), ("", "<|user|>"), ("\n<|user|>", "<|assistant|>"), ("\nHello 雪", "</s>"), ("", None)]
+    assert template.segments([{"role": "user", "content": " <|user|> "}, CHAT[1]]) == target
 
 
 def test_template_is_chatml_or_a_file(tmp_path):

@@ -52,9 +52,9 @@ def letters(tmp_path_factory):
 
 @contextmanager
 def served(command: list[str], folder: Path):
-    own = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "HF_MODULES_CACHE": str(folder / "modules")}
+    variables = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "HF_MODULES_CACHE": str(folder / "modules")}
     pipe = {"stdout": subprocess.PIPE, "text": True}
-    server = subprocess.Popen([sys.executable, *command], cwd=folder, env=os.environ | own, **pipe)
+    server = subprocess.Popen([sys.executable, *command], cwd=folder, env=os.environ | variables, **pipe)
     try:
         line = server.stdout.readline()
         address = re.match(r"Open (http://127\.0\.0\.1:\d+/) ", line)
@@ -119,12 +119,13 @@ class Page:
 
     def wait_until_done(self) -> None:
         self.wait_for(
-            "return !document.querySelector('.card.writing, .card.empty') && !document.body.textContent.includes('Waiting')"
+            "return !document.querySelector('.card.writing, .card.empty') "
+            "&& !document.body.textContent.includes('Waiting')"
         )
 
-    def texts(self, inside: str) -> list[str]:
-        found = self.browser.find_elements("css selector", f".card {inside}")
-        return [element.get_property("textContent") for element in found]
+    def texts(self, element_name: str) -> list[str]:
+        elements = self.browser.find_elements("css selector", f".card {element_name}")
+        return [element.get_property("textContent") for element in elements]
 
 
 def greedy(model: Path, prompt: str, number: int, capsys) -> str:
@@ -145,9 +146,9 @@ def test_both_models_write_the_text_of_generate_and_the_page_loads_nothing_else(
     assert page.texts(".text") == [greedy(model, "The", 40, capsys) for model in (run, letters)]  # exceeds the context
     assert page.texts(".prompt") == ["The", "The"]
     assert re.fullmatch(r"40 tokens[\d,]+ tokens/s", page.texts("footer")[1])
-    fetched = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
-    assert fetched
-    assert all(name.startswith(address) for name in fetched)
+    addresses = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert addresses
+    assert all(name.startswith(address) for name in addresses)
 
 
 def test_stop_ends_the_generation(address, browser):
@@ -180,14 +181,14 @@ def test_an_example_fills_the_prompt_and_an_unknown_character_is_reported(addres
     assert refusal in page.texts(".text")[1]
 
 
-def settings(**others) -> demo_page.GenerationSettings:
+def settings(**changes) -> demo_page.GenerationSettings:
     usual = {"max_new_tokens": 30, "temperature": 1.0, "top_k": 0, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 5}
-    return demo_page.GenerationSettings(**usual | others)
+    return demo_page.GenerationSettings(**usual | changes)
 
 
-def written(models: list[demo_page.DemoModel], **others) -> list[str]:
-    *_, last = demo_page.side_by_side(models, "The", settings(**others), threading.Event())
-    return [continuation.text for continuation in last]
+def written(models: list[demo_page.DemoModel], **changes) -> list[str]:
+    *_, continuations = demo_page.side_by_side(models, "The", settings(**changes), threading.Event())
+    return [continuation.text for continuation in continuations]
 
 
 def model_at(folder: Path) -> demo_page.DemoModel:
@@ -197,10 +198,10 @@ def model_at(folder: Path) -> demo_page.DemoModel:
 def test_losses_and_chats_are_shown_as_plain_text(address, browser):
     page, text = Page(browser, address), "The <b>é</b>{{1}}${1}"
     page.click("[role=tab]:nth-of-type(3)")
-    for entered in (text, "The the"):
-        page.fill("#text textarea", entered)
+    for line in (text, "The the"):
+        page.fill("#text textarea", line)
         page.click(".start")
-        page.wait_for(f"return document.querySelector('.losses .text')?.textContent === {entered!r}")
+        page.wait_for(f"return document.querySelector('.losses .text')?.textContent === {line!r}")
     assert page.texts(".text")[2:] == ["The the"] * 3  # with the difference
     page.click("[role=tab]:nth-of-type(2)")
     page.wait_for("return document.querySelector('#message textarea')?.checkVisibility()")
@@ -224,30 +225,32 @@ def test_losses_and_chats_are_shown_as_plain_text(address, browser):
 def test_losses_are_those_of_the_model_and_a_character_of_several_tokens_is_one_piece(run, letters):
     text, (model, tokenizer) = "A é🎉 the", model_at(run / "model").load()
     ids = torch.tensor([tokenizer.encode(text)])
-    scored = demo_page.score(model_at(run / "model"), text)
-    (first, *others), ends = scored["pieces"].values(), scored["pieces"].keys()
-    assert (first, sum(others)) == (None, pytest.approx(model(ids, labels=ids).loss.item() * (ids.numel() - 1), 1e-4))
+    result = demo_page.score(model_at(run / "model"), text)
+    (first, *changes), ends = result["pieces"].values(), result["pieces"].keys()
+    assert (first, sum(changes)) == (None, pytest.approx(model(ids, labels=ids).loss.item() * (ids.numel() - 1), 1e-4))
     assert {3, 4} <= set(ends) <= set(range(1, len(text) + 1))  # the ends of é and 🎉
     scores = [demo_page.score(model_at(folder), "The the of to and it with") for folder in (run / "model", letters)]
     assert (scores[1]["tokens"], len(scores[1]["losses"])) == (25, 15)  # the context is 16
-    change = demo_page.demo_models.difference(*(scored["pieces"] for scored in scores))
+    change = demo_page.demo_models.difference(*(result["pieces"] for result in scores))
     assert change.keys() == scores[0]["pieces"].keys() & scores[1]["pieces"].keys()
 
 
 def test_a_model_that_fails_does_not_stop_the_others(letters, tmp_path, monkeypatch):
-    damaged, second = (model_at(shutil.copytree(letters, tmp_path / name)) for name in ("damaged", "second"))
+    broken, second = (model_at(shutil.copytree(letters, tmp_path / name)) for name in ("damaged", "second"))
     (tmp_path / "damaged" / "model.safetensors").write_bytes(b"")
 
-    def failing(model, ids, given):
+    def failing(model, ids, options):
         yield ids[0]
         if model is second.load()[0]:
             raise RuntimeError("out of\nmemory")
 
     monkeypatch.setattr(demo_page, "new_tokens", failing)
-    *_, last = demo_page.side_by_side([damaged, second, model_at(letters)], "The", settings(), threading.Event())
-    assert [into.state for into in last] == ["refused", "refused", "ended"]
-    assert last[0].problem.startswith("damaged cannot be loaded: ")  # visitors see no paths
-    assert last[1].problem == "second stopped with an error: out of memory."
+    *_, continuations = demo_page.side_by_side(
+        [broken, second, model_at(letters)], "The", settings(), threading.Event()
+    )
+    assert [into.state for into in continuations] == ["refused", "refused", "ended"]
+    assert continuations[0].problem.startswith("damaged cannot be loaded: ")  # visitors see no paths
+    assert continuations[1].problem == "second stopped with an error: out of memory."
 
 
 def test_a_chat_is_answered_within_the_context(letters):
@@ -260,28 +263,28 @@ def test_checkpoints_and_revisions_can_be_chosen(hub, letters, run):
     HfApi().create_repo("me/a")
     HfApi().upload_folder(repo_id="me/a", folder_path=letters)
     HfApi().create_branch("me/a", branch="step1")
-    assert [shown.source for shown in demo.find_models("me/a")[0]] == ["me/a", "me/a@step1"]
+    assert [entry.source for entry in demo.find_models("me/a")[0]] == ["me/a", "me/a@step1"]
     assert demo.find_models("me/a@step1")[0][0].load()[0].config.n_layer == 30
     with pytest.raises(ModelError, match=r"^me/a has no revision step2 on the Hub\.$"):
         demo.find_models("me/a@step2")[0][0].load()
     models, _, samples = demo.find_models(str(run))
-    assert [shown.name for shown in models] == ["tiny", "tiny, step 3"]
+    assert [entry.name for entry in models] == ["tiny", "tiny, step 3"]
     assert len(samples) == 1
     assert len(demo_page.score(models[0], samples[0])["losses"]) >= 8  # `sample_tokens` of the run
 
 
 def test_a_seed_reproduces_the_text_and_a_prompt_that_is_not_text_is_refused(letters):
-    shown = model_at(letters)
-    alone = written([shown])
-    assert len(alone[0]) == 30
-    assert written([shown, shown, shown]) == alone * 3
-    assert written([shown], seed=6) != alone
-    assert written([shown], top_k=1) == written([shown], temperature=0.0, repetition_penalty=1.1)
-    writing = demo_page.side_by_side([shown, shown], "The", settings(max_new_tokens=10**9), threading.Event())
+    entry = model_at(letters)
+    text_of_one = written([entry])
+    assert len(text_of_one[0]) == 30
+    assert written([entry, entry, entry]) == text_of_one * 3
+    assert written([entry], seed=6) != text_of_one
+    assert written([entry], top_k=1) == written([entry], temperature=0.0, repetition_penalty=1.1)
+    writing = demo_page.side_by_side([entry, entry], "The", settings(max_new_tokens=10**9), threading.Event())
     assert [continuation.state for continuation in next(writing)] == ["writing", "writing"]
     writing.close()
-    *_, [refused] = demo_page.side_by_side([shown], "a\ud800", settings(), threading.Event())
-    assert (refused.state, refused.problem) == ("refused", "The text is not UTF-8.")
+    *_, [error] = demo_page.side_by_side([entry], "a\ud800", settings(), threading.Event())
+    assert (error.state, error.problem) == ("refused", "The text is not UTF-8.")
 
 
 def test_ten_visitors_at_once_are_all_answered(address):
@@ -293,9 +296,9 @@ def test_ten_visitors_at_once_are_all_answered(address):
     values = [parts[i].get("value") for i in function["inputs"]]
 
     def visit(number: int) -> str:
-        asked = {"data": values, "fn_index": function["id"], "session_hash": f"visitor{number}"}
+        query = {"data": values, "fn_index": function["id"], "session_hash": f"visitor{number}"}
         kind = {"Content-Type": "application/json"}
-        urlopen(Request(f"{address}gradio_api/queue/join", json.dumps(asked).encode(), kind)).close()
+        urlopen(Request(f"{address}gradio_api/queue/join", json.dumps(query).encode(), kind)).close()
         with urlopen(f"{address}gradio_api/queue/data?session_hash=visitor{number}") as events:
             messages = (json.loads(line[5:]) for line in events if line.startswith(b"data:"))
             return next(str(it["output"]) for it in messages if it["msg"] == "process_completed")
@@ -307,9 +310,9 @@ def test_ten_visitors_at_once_are_all_answered(address):
 def test_nothing_can_be_uploaded(address):
     body = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a"\r\n\r\n12\r\n--x--\r\n'
     request = Request(f"{address}gradio_api/upload", body, {"Content-Type": "multipart/form-data; boundary=x"})
-    with pytest.raises(HTTPError) as refused:
+    with pytest.raises(HTTPError) as error:
         urlopen(request)
-    with refused.value as answer:
+    with error.value as answer:
         assert answer.code == 413
 
 
@@ -344,8 +347,8 @@ def test_a_dry_run_writes_the_folder_of_the_space(tmp_path, monkeypatch, capsys)
     assert {path.name for path in (folder / "modeling_gpt2scratch").iterdir()} == PACKAGE
     card = SpaceCard.load(folder / "README.md")
     assert (card.data.sdk, card.data.app_file, card.data.models) == ("gradio", "app.py", ["me/small", "me/large"])
-    needed = (folder / "requirements.txt").read_text().split()
-    assert needed == ["torch>=2.11", "transformers>=5.17,<6", "accelerate>=1.12", "safetensors>=0.8.0"]
+    requirements = (folder / "requirements.txt").read_text().split()
+    assert requirements == ["torch>=2.11", "transformers>=5.17,<6", "accelerate>=1.12", "safetensors>=0.8.0"]
 
 
 def test_a_space_is_published_only_with_public_models(hub, tmp_path, monkeypatch, capsys):
@@ -361,7 +364,7 @@ def test_a_space_is_published_only_with_public_models(hub, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "target"),
     [
         ([], "Name one or more models"),
         (["a/b", "a/c", "a/d", "a/e", "a/f"], "5 models are given; the page shows at most 4"),
@@ -373,8 +376,8 @@ def test_a_space_is_published_only_with_public_models(hub, tmp_path, monkeypatch
         (["me/a", "--space", "demo"], "it must be user/name"),
     ],
 )
-def test_wrong_arguments_are_refused(run, arguments, expected):
-    assert_user_error(expected, demo.main, [str(run) if argument == "RUN" else argument for argument in arguments])
+def test_wrong_arguments_are_refused(run, arguments, target):
+    assert_user_error(target, demo.main, [str(run) if argument == "RUN" else argument for argument in arguments])
 
 
 def test_without_gradio_the_install_command_is_printed(run, monkeypatch):

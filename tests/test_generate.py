@@ -23,8 +23,8 @@ from training.checkpoints.loading import check_store, load_any_model
 from training.evaluation.sampling import SamplingArguments, continue_texts, continue_tokens, generation_config, sample
 
 
-def written(capsys, model, *more: str, prompt: str = "The", number: int = 24) -> str:
-    generate.main([str(model), "--prompt", prompt, "--max_new_tokens", str(number), *more])
+def written(capsys, model, *options: str, prompt: str = "The", number: int = 24) -> str:
+    generate.main([str(model), "--prompt", prompt, "--max_new_tokens", str(number), *options])
     return capsys.readouterr().out
 
 
@@ -32,12 +32,12 @@ GREEDY = ("--temperature", "0")
 
 
 def test_greedy_text_matches_transformers_also_for_several_continuations(run, capsys):
-    streamed = written(capsys, run, *GREEDY, number=8)
+    stream_text = written(capsys, run, *GREEDY, number=8)
     model, tokenizer = (kind.from_pretrained(run / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
-    expected = model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=8, do_sample=False)
-    assert streamed == tokenizer.decode(expected[0], skip_special_tokens=True) + "\n"
-    several = written(capsys, run, *GREEDY, "--num_return_sequences", "33")  # a batch of 32 and a batch of 1
-    assert several == written(capsys, run, *GREEDY) * 33
+    target = model.generate(**tokenizer("The", return_tensors="pt"), max_new_tokens=8, do_sample=False)
+    assert stream_text == tokenizer.decode(target[0], skip_special_tokens=True) + "\n"
+    batch_text = written(capsys, run, *GREEDY, "--num_return_sequences", "33")  # a batch of 32 and a batch of 1
+    assert batch_text == written(capsys, run, *GREEDY) * 33
 
 
 def test_text_and_prompts_may_exceed_the_context_also_compiled(run, capsys):
@@ -54,16 +54,16 @@ def test_text_and_prompts_may_exceed_the_context_also_compiled(run, capsys):
 def test_bfloat16_is_used_on_request(run, capsys, monkeypatch):
     dtypes = []
     monkeypatch.setattr(generate, "arrange_weights", lambda model: dtypes.append(model.dtype))
-    for more in ([], ["--dtype", "bfloat16"]):
-        assert written(capsys, run, *more, number=4).startswith("The")
+    for options in ([], ["--dtype", "bfloat16"]):
+        assert written(capsys, run, *options, number=4).startswith("The")
     assert dtypes == [torch.float32, torch.bfloat16]
 
 
 def test_generation_settings_of_a_model_neither_warn_nor_apply(run, a_copy, launch, capsys):
     """Models fine-tuned by earlier versions have such settings. Transformers warned about max_length once per window."""
     GenerationConfig(max_length=16, repetition_penalty=9.0, do_sample=True).save_pretrained(a_copy / "model")
-    tuned = launch("generate.py", a_copy / "model", "--prompt", "The", "--max_new_tokens", "40", *GREEDY)
-    assert (tuned.stdout, tuned.stderr) == (written(capsys, run, *GREEDY, number=40), "")
+    job = launch("generate.py", a_copy / "model", "--prompt", "The", "--max_new_tokens", "40", *GREEDY)
+    assert (job.stdout, job.stderr) == (written(capsys, run, *GREEDY, number=40), "")
 
 
 def test_a_gpt2_of_transformers_generates_text(run, tmp_path, capsys):
@@ -89,7 +89,7 @@ def test_a_seed_reproduces_the_text_after_other_random_draws(run, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "target"),
     [
         (["no/such/run"], "neither a local folder nor a Hub id"),
         ([], "Name a model"),
@@ -98,8 +98,8 @@ def test_a_seed_reproduces_the_text_after_other_random_draws(run, capsys):
         (["RUN", "--chat", "--torch_compile"], "torch_compile do not apply to a chat"),
     ],
 )
-def test_wrong_arguments_are_refused(run, arguments, expected):
-    assert_user_error(expected, generate.main, [str(run) if argument == "RUN" else argument for argument in arguments])
+def test_wrong_arguments_are_refused(run, arguments, target):
+    assert_user_error(target, generate.main, [str(run) if argument == "RUN" else argument for argument in arguments])
 
 
 def test_a_run_without_a_checkpoint_is_refused(a_copy):
@@ -131,11 +131,11 @@ def test_texts_in_a_batch_continue_and_end_independently(letters):
     assert len({len(text) for text in texts}) > 5  # some end early, in one window or another
     assert max(map(len, texts)) == 30
     for text in texts:
-        seen = [0]
+        history = [0]
         for id in [*tokenizer.encode(text), END][:30]:
-            seen = seen[-HALF:] if len(seen) == CONTEXT else seen
-            assert id in model(torch.tensor([seen])).logits[0, -1].topk(4).indices
-            seen.append(id)
+            history = history[-HALF:] if len(history) == CONTEXT else history
+            assert id in model(torch.tensor([history])).logits[0, -1].topk(4).indices
+            history.append(id)
         assert END not in tokenizer.encode(text)
 
 
@@ -148,10 +148,10 @@ def test_any_of_several_end_tokens_ends_a_text_and_arranging_weights_keeps_them(
     assert not {END, 3} & {id for text in texts for id in tokenizer.encode(text)}
     assert max(map(len, texts)) > CONTEXT
     model, _ = letters
-    expected = {name: weight.clone() for name, weight in model.state_dict().items()}
+    target = {name: weight.clone() for name, weight in model.state_dict().items()}
     arrange_weights(model)
     assert model.lm_head.weight.stride() == (1, 8)
-    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
+    assert all(torch.equal(weight, target[name]) for name, weight in model.state_dict().items())
 
 
 TURNS = "{% for m in messages %}{{ m.role[0] + m.content }}<|pad|>{% endfor %}{{ 'a' if add_generation_prompt }}"
@@ -161,17 +161,17 @@ def test_chats_are_encoded_as_for_training_and_old_turns_are_left_out(run):
     tokenizer, system = AutoTokenizer.from_pretrained(run / "model"), {"role": "system", "content": "be"}
     tokenizer.chat_template = TURNS
     for text in ("the of", "a <|pad|><<|endoftext|>>"):
-        chat, expected = [{"role": role, "content": text} for role in ("user", "assistant", "user")], []
+        chat, target = [{"role": role, "content": text} for role in ("user", "assistant", "user")], []
         for part, control in ChatTemplate(TURNS, ("<|pad|>", "<|endoftext|>")).segments(chat):
-            expected += tokenizer.encode(part, split_special_tokens=True) + [1] * (control is not None)
-        expected += tokenizer.encode("a")
-        assert chat_ids(tokenizer, chat, len(expected)) == (expected, 0)
+            target += tokenizer.encode(part, split_special_tokens=True) + [1] * (control is not None)
+        target += tokenizer.encode("a")
+        assert chat_ids(tokenizer, chat, len(target)) == (target, 0)
         assert not tokenizer._tokenizer.encode_special_tokens  # another thread may use the tokenizer
-        last, _ = chat_ids(tokenizer, [system, chat[2]], 99)
-        assert chat_ids(tokenizer, [system, *chat], len(expected)) == (last, 2)
-    refused = {"{{ x.y }}": "'x' is undefined", "": "it renders an empty text", "{{ 'a' * 10**10 }}": "it takes more"}
-    for tokenizer.chat_template, why in refused.items():
-        with pytest.raises(ModelError, match=f"does not render this chat: {why}"):
+        final_ids, _ = chat_ids(tokenizer, [system, chat[2]], 99)
+        assert chat_ids(tokenizer, [system, *chat], len(target)) == (final_ids, 2)
+    reasons = {"{{ x.y }}": "'x' is undefined", "": "it renders an empty text", "{{ 'a' * 10**10 }}": "it takes more"}
+    for tokenizer.chat_template, reason in reasons.items():
+        with pytest.raises(ModelError, match=f"does not render this chat: {reason}"):
             chat_ids(tokenizer, chat, 99)
     tokenizer.chat_template = "{% for message in messages %}<|endoftext|>{{ message.content }}{% endfor %}"
     assert turn_end(tokenizer) is None  # it begins the turn
@@ -181,9 +181,9 @@ def test_a_token_that_ends_a_turn_is_neither_shown_nor_read_from_a_message(a_cop
     tokenizer = AutoTokenizer.from_pretrained(a_copy / "model", chat_template=TURNS, pad_token=None)
     tokenizer.save_pretrained(a_copy / "model")
     path = a_copy / "model" / "tokenizer.json"
-    added = json.loads(path.read_text())
-    added["added_tokens"][1]["special"] = False
-    path.write_text(json.dumps(added))
+    content = json.loads(path.read_text())
+    content["added_tokens"][1]["special"] = False
+    path.write_text(json.dumps(content))
     model, tokenizer = load_any_model(a_copy / "model")
     assert end_tokens(model) == [0, 1]
     assert tokenizer.decode([1], skip_special_tokens=True) == ""
@@ -192,26 +192,26 @@ def test_a_token_that_ends_a_turn_is_neither_shown_nor_read_from_a_message(a_cop
 
 
 def test_a_chat_keeps_its_history_and_survives_a_full_context_and_ctrl_c(a_copy, monkeypatch, capsys):
-    tokenizer, seen = AutoTokenizer.from_pretrained(a_copy / "model"), []
+    tokenizer, history = AutoTokenizer.from_pretrained(a_copy / "model"), []
     tokenizer.chat_template = TURNS
     tokenizer.save_pretrained(a_copy / "model")
 
-    def answer(*given):
-        if seen[-1][-1]["content"] == "d":
-            given[-1].ids = [50]
+    def answer(*parts):
+        if history[-1][-1]["content"] == "d":
+            parts[-1].ids = [50]
             raise KeyboardInterrupt
-        return continue_tokens(*given)
+        return continue_tokens(*parts)
 
     lines = "b\n/system e\nc\n\n" + "x" * 40 + "\n/reset\nd\nf\n/exit\ng"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
-    monkeypatch.setattr(generate, "chat_ids", lambda *given: seen.append(given[1]) or chat_ids(*given))
+    monkeypatch.setattr(generate, "chat_ids", lambda *parts: history.append(parts[1]) or chat_ids(*parts))
     monkeypatch.setattr(generate, "continue_tokens", answer)
     generate.main([str(a_copy), "--chat", "--prompt", "a", *GREEDY])
     model, _ = load_any_model(a_copy / "model")
     ids = torch.tensor([chat_ids(tokenizer, [{"role": "user", "content": "a"}], 12)[0]])
     first = tokenizer.decode(model.generate(ids, do_sample=False, max_length=16)[0, ids.shape[1] :])
     assert end_tokens(model) == [0, 1]
-    chats = [[message["content"] for message in chat] for chat in seen[1:]]
+    chats = [[message["content"] for message in chat] for chat in history[1:]]
     assert chats[:3] == [["a"], ["a", first, "b"], ["e", "c"]]
     assert chats[4:] == [["e", "d"], ["e", "d", tokenizer.decode([50]), "f"]]
     out, err = capsys.readouterr()

@@ -48,7 +48,7 @@ def model_folder(folder, tokenizer, **fields):
 
 
 @pytest.fixture
-def written(tmp_path):
+def write_model(tmp_path):
     """Function that writes a model folder and its GGUF file, and returns the model and the file."""
 
     def write(tokenizer, kind="f16", **fields):
@@ -85,8 +85,8 @@ def kinds_of(file):
 def llama():
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     settings = {"n_ctx": 256, "n_batch": 256, "n_threads": 1, "logits_all": True, "verbose": False}
-    with ExitStack() as opened:
-        yield lambda file: opened.enter_context(closing(llama_cpp.Llama(str(file), **settings)))
+    with ExitStack() as stack:
+        yield lambda file: stack.enter_context(closing(llama_cpp.Llama(str(file), **settings)))
 
 
 def llama_logits(model, ids):
@@ -108,58 +108,58 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(("make", "fields"), SHAPES.values(), ids=SHAPES)
-def test_llama_cpp_generates_the_same_text(make, fields, written, llama):
+def test_llama_cpp_generates_the_same_text(make, fields, write_model, llama):
     tokenizer = make()
-    ours, file = written(tokenizer, **fields)
-    ours, theirs = rounded(to_native(ours)), llama(file)
+    model, file = write_model(tokenizer, **fields)
+    model, engine = rounded(to_native(model)), llama(file)
     prompt = tokenizer.encode("The of and ")
-    expected = ours.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)[0].tolist()
+    target = model.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False, eos_token_id=None)[0].tolist()
     ids = list(prompt)
-    for token in theirs.generate(prompt, temp=0.0, repeat_penalty=1.0):
+    for token in engine.generate(prompt, temp=0.0, repeat_penalty=1.0):
         ids.append(token)
-        if len(ids) == len(expected):
+        if len(ids) == len(target):
             break
-    assert ids == expected
-    first, second = logits_of(ours, expected)[len(prompt) - 1 : -1].topk(2).values.T
+    assert ids == target
+    first, second = logits_of(model, target)[len(prompt) - 1 : -1].topk(2).values.T
     assert (first - second).min() > 0.01  # otherwise rounding could decide
 
 
 @pytest.mark.parametrize("make", [bpe, characters, ascii_characters])
-def test_llama_cpp_tokenizes_like_our_tokenizer(make, written, llama):
+def test_llama_cpp_tokenizes_like_our_tokenizer(make, write_model, llama):
     tokenizer = make()
-    theirs = llama(written(tokenizer)[1])
+    engine = llama(write_model(tokenizer)[1])
     for text in AWKWARD:
         if make is not bpe:  # our tokenizer refuses other characters, and llama.cpp drops them
             text = "".join(character for character in text if character in tokenizer.get_vocab())
-        ids = theirs.tokenize(text.encode(), add_bos=False, special=True)
+        ids = engine.tokenize(text.encode(), add_bos=False, special=True)
         assert ids == tokenizer.encode(text)
-        assert theirs.detokenize(ids, special=True).decode() == text
+        assert engine.detokenize(ids, special=True).decode() == text
 
 
-def test_llama_cpp_reads_the_special_tokens_and_the_chat_template(written, llama):
+def test_llama_cpp_reads_the_special_tokens_and_the_chat_template(write_model, llama):
     tokenizer = bpe()
     tokenizer.add_tokens(["two words"])
-    theirs = llama(written(tokenizer, vocab_size=430)[1])
-    assert (theirs.token_bos(), theirs.token_eos(), theirs.metadata["tokenizer.ggml.padding_token_id"]) == (0, 0, "1")
-    assert theirs.metadata["tokenizer.chat_template"] == CHATML
-    assert theirs.metadata["general.name"] == "Tiny"
-    assert theirs.n_vocab() == 430  # embeddings without a token are kept
+    engine = llama(write_model(tokenizer, vocab_size=430)[1])
+    assert (engine.token_bos(), engine.token_eos(), engine.metadata["tokenizer.ggml.padding_token_id"]) == (0, 0, "1")
+    assert engine.metadata["tokenizer.chat_template"] == CHATML
+    assert engine.metadata["general.name"] == "Tiny"
+    assert engine.n_vocab() == 430  # embeddings without a token are kept
     for text, special in (("a two words b", False), ("<|im_end|>", True)):
-        assert theirs.tokenize(text.encode(), add_bos=False, special=special) == tokenizer.encode(text)
-    assert len(theirs.tokenize(b"<|im_end|>", add_bos=False, special=False)) > 1
-    assert theirs.tokenize(b"the") == tokenizer.encode("the")  # no token is added before a text
+        assert engine.tokenize(text.encode(), add_bos=False, special=special) == tokenizer.encode(text)
+    assert len(engine.tokenize(b"<|im_end|>", add_bos=False, special=False)) > 1
+    assert engine.tokenize(b"the") == tokenizer.encode("the")  # no token is added before a text
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_model_without_an_end_token_generates_without_stopping_in_llama_cpp(tied, written, llama):
+def test_a_model_without_an_end_token_generates_without_stopping_in_llama_cpp(tied, write_model, llama):
     tokenizer = characters()
-    ours, file = written(tokenizer, tie_word_embeddings=tied)
-    theirs = llama(file)
+    model, file = write_model(tokenizer, tie_word_embeddings=tied)
+    engine = llama(file)
     end = len(tokenizer)
-    assert (theirs.token_eos(), theirs.n_vocab()) == (end, end + 1)
-    silent = llama_logits(theirs, some_ids(ours, 256))[:, end]
+    assert (engine.token_eos(), engine.n_vocab()) == (end, end + 1)
+    silent = llama_logits(engine, some_ids(model, 256))[:, end]
     assert (silent + 1000).abs().max() < 1
-    result = theirs("the", max_tokens=200, temperature=1.0, seed=1)
+    result = engine("the", max_tokens=200, temperature=1.0, seed=1)
     assert (result["choices"][0]["finish_reason"], result["usage"]["completion_tokens"]) == ("length", 200)
 
 
@@ -170,41 +170,41 @@ EXACT = {"activation_function": "gelu"}
     ("kind", "fields", "room"),
     [("f16", {}, 0.02), ("f16", EXACT, 0.02), ("q8_0", EXACT, 0.5), ("f16", MODERN, 0.02), ("q8_0", MODERN, 0.5)],
 )
-def test_the_logits_of_llama_cpp_differ_as_reported(kind, fields, room, written, llama):
+def test_the_logits_of_llama_cpp_differ_as_reported(kind, fields, room, write_model, llama):
     """`room` allows for rounding by llama.cpp: activations to f16, or to 8 bits before a Q8_0 matrix."""
-    ours, file = written(bpe(), kind, **fields)
-    ids = some_ids(ours)
-    theirs, (logits, loss_gap) = llama_logits(llama(file), ids), logit_difference(ours, file, torch.tensor([ids]))
-    measured = theirs - logits_of(ours, ids)
-    assert measured.abs().max() == pytest.approx(logits, abs=room)
+    model, file = write_model(bpe(), kind, **fields)
+    ids = some_ids(model)
+    engine, (logits, loss_gap) = llama_logits(llama(file), ids), logit_difference(model, file, torch.tensor([ids]))
+    gaps = engine - logits_of(model, ids)
+    assert gaps.abs().max() == pytest.approx(logits, abs=room)
     loss = partial(torch.nn.functional.cross_entropy, target=torch.tensor(ids[1:]))
-    assert (loss(theirs[:-1]) - loss(logits_of(ours, ids)[:-1])).item() == pytest.approx(loss_gap, abs=room / 4)
+    assert (loss(engine[:-1]) - loss(logits_of(model, ids)[:-1])).item() == pytest.approx(loss_gap, abs=room / 4)
 
 
-def test_only_matrices_are_quantized(written):
-    kinds = kinds_of(written(bpe(), "q8_0", n_inner=48)[1])
+def test_only_matrices_are_quantized(write_model):
+    kinds = kinds_of(write_model(bpe(), "q8_0", n_inner=48)[1])
     in_blocks = ("attn_qkv", "attn_output", "ffn_up")
-    quantized = {f"blk.{layer}.{name}.weight" for layer in range(2) for name in in_blocks}
-    assert {name for name in kinds if kinds[name] == "Q8_0"} == {"token_embd.weight", "output.weight", *quantized}
+    matrices = {f"blk.{layer}.{name}.weight" for layer in range(2) for name in in_blocks}
+    assert {name for name in kinds if kinds[name] == "Q8_0"} == {"token_embd.weight", "output.weight", *matrices}
     assert [name for name in kinds if kinds[name] == "F16"] == [f"blk.{layer}.ffn_down.weight" for layer in range(2)]
-    others = [name for name in kinds if kinds[name] == "F32"]  # ffn_down has rows of 48 values, Q8_0 blocks of 32
-    assert len(others) == 3 + 2 * 8
-    assert all("norm" in name or name.endswith("bias") or name == "position_embd.weight" for name in others)
+    vectors = [name for name in kinds if kinds[name] == "F32"]  # ffn_down has rows of 48 values, Q8_0 blocks of 32
+    assert len(vectors) == 3 + 2 * 8
+    assert all("norm" in name or name.endswith("bias") or name == "position_embd.weight" for name in vectors)
 
 
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
-def test_an_f16_file_differs_by_rounding_and_by_the_exact_gelu(written, activation):
-    ours, file = written(bpe(), tie_word_embeddings=True, activation_function=activation)
+def test_an_f16_file_differs_by_rounding_and_by_the_exact_gelu(write_model, activation):
+    model, file = write_model(bpe(), tie_word_embeddings=True, activation_function=activation)
     assert "output.weight" not in kinds_of(file)
-    ids = torch.tensor([some_ids(ours), some_ids(ours)[::-1]])
-    logits, loss = logit_difference(ours, file, ids)
+    ids = torch.tensor([some_ids(model), some_ids(model)[::-1]])
+    logits, loss = logit_difference(model, file, ids)
     with torch.no_grad():
-        before, loss_before = ours(ids).logits, ours(ids, labels=ids).loss
-        for block in rounded(ours).transformer.h:
+        original_logits, original_loss = model(ids).logits, model(ids, labels=ids).loss
+        for block in rounded(model).transformer.h:
             block.mlp.act = ACT2FN["gelu_new"]
-        after, loss_after = ours(ids).logits, ours(ids, labels=ids).loss
-    assert logits == pytest.approx((after - before).abs().max().item(), abs=1e-5)
-    assert loss == pytest.approx((loss_after - loss_before).item(), abs=1e-5)
+        rounded_logits, rounded_loss = model(ids).logits, model(ids, labels=ids).loss
+    assert logits == pytest.approx((rounded_logits - original_logits).abs().max().item(), abs=1e-5)
+    assert loss == pytest.approx((rounded_loss - original_loss).item(), abs=1e-5)
     assert logits > 1e-3
 
 
@@ -218,9 +218,9 @@ def test_the_command_writes_a_file_of_a_run(run, tmp_path, launch):
     general = {"architecture": "gpt2", "name": "tiny", "license": "mit", "file_type": 7, "quantization_version": 2}
     shape = {"context_length": 16, "embedding_length": 16, "block_count": 2, "feed_forward_length": 64}
     shape |= {"attention.head_count": 2, "attention.layer_norm_epsilon": pytest.approx(1e-5)}
-    for kind, expected in (("general.", general), ("gpt2.", shape)):
-        found = {name.removeprefix(kind): value for name, value in fields.items() if name.startswith(kind)}
-        assert found == expected
+    for kind, target in (("general.", general), ("gpt2.", shape)):
+        values = {name.removeprefix(kind): value for name, value in fields.items() if name.startswith(kind)}
+        assert values == target
     assert (fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
     assert fields["tokenizer.ggml.add_bos_token"] is False
     assert fields["tokenizer.ggml.tokens"][:2] == ["<|endoftext|>", "<|pad|>"]
@@ -229,14 +229,14 @@ def test_the_command_writes_a_file_of_a_run(run, tmp_path, launch):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu"])
-def test_transformers_reads_a_gguf_file_given_the_context_length(tied, activation, written):
-    given, tokenizer = {"n_positions": 64, "n_inner": 48, "activation_function": activation}, bpe()
-    ours, file = written(tokenizer, **given, tie_word_embeddings=tied)
+def test_transformers_reads_a_gguf_file_given_the_context_length(tied, activation, write_model):
+    sizes, tokenizer = {"n_positions": 64, "n_inner": 48, "activation_function": activation}, bpe()
+    model, file = write_model(tokenizer, **sizes, tie_word_embeddings=tied)
     convert(file.parent / "model", file.parent / "native", to="native")
     shutil.move(file, file.parent / "native")
-    loaded = AutoModelForCausalLM.from_pretrained(file.parent / "native", gguf_file=file.name, **given)
-    ids = some_ids(ours)
-    assert (logits_of(loaded, ids) - logits_of(rounded(ours), ids)).abs().max() < 1e-4
+    gguf_model = AutoModelForCausalLM.from_pretrained(file.parent / "native", gguf_file=file.name, **sizes)
+    ids = some_ids(model)
+    assert (logits_of(gguf_model, ids) - logits_of(rounded(model), ids)).abs().max() < 1e-4
     words = AutoTokenizer.from_pretrained(file.parent / "native", gguf_file=file.name)
     assert [words.encode(text) for text in AWKWARD] == [tokenizer.encode(text) for text in AWKWARD]
     config = AutoConfig.from_pretrained(file.parent / "native", gguf_file=file.name)

@@ -23,7 +23,7 @@ from tokenizer.store.store import TokenStore
 
 
 @pytest.mark.parametrize(
-    ("entry", "expected"),
+    ("entry", "target"),
     [
         ("user/name", HubDataset("user/name")),
         ("User-1/my_data.v2", HubDataset("User-1/my_data.v2")),
@@ -33,11 +33,11 @@ from tokenizer.store.store import TokenStore
         ("user/name::test@0123abc", HubDataset("user/name", None, "test", "0123abc")),
     ],
 )
-def test_hub_ids_have_optional_config_split_and_revision(tmp_path, monkeypatch, entry, expected):
+def test_hub_ids_have_optional_config_split_and_revision(tmp_path, monkeypatch, entry, target):
     monkeypatch.chdir(tmp_path)
-    assert HubDataset.parse(entry) == expected
-    assert str(expected) == entry
-    assert open_dataset(entry) == expected
+    assert HubDataset.parse(entry) == target
+    assert str(target) == entry
+    assert open_dataset(entry) == target
 
 
 def test_local_paths_are_not_hub_ids(tmp_path, monkeypatch):
@@ -47,8 +47,8 @@ def test_local_paths_are_not_hub_ids(tmp_path, monkeypatch):
         assert HubDataset.parse(entry) is None
     (tmp_path / "user").mkdir()
     assert HubDataset.parse("user/name") is None
-    as_planned = HubDataset("user/name", revision="main")  # it was a Hub id when the work was planned
-    assert open_dataset("user/name@main") == as_planned
+    planned_dataset = HubDataset("user/name", revision="main")  # it was a Hub id when the work was planned
+    assert open_dataset("user/name@main") == planned_dataset
 
 
 CARD = """---
@@ -132,13 +132,13 @@ ENTRIES = [
 
 
 def output_of(launch, script: str, entries: list[str], environment: dict[str, str]) -> list[str]:
-    done = launch("-c", script, *entries, **environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    job = launch("-c", script, *entries, **environment)
+    assert job.returncode == 0, job.stderr
+    return job.stdout.splitlines()
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory, launch) -> dict[str, list[list[str]] | str]:
+def results(tmp_path_factory, launch) -> dict[str, list[list[str]] | str]:
     """Texts of every unit per entry, or the error sentence."""
     texts = {FIRST: FILES | {"test.jsonl": jsonl("of the first version")}, NEWEST: FILES}
     with serving_datasets(name=texts, tables={NEWEST: {"rows.parquet": parquet(*ROWS)}}) as (hub, address):
@@ -159,9 +159,9 @@ def found(tmp_path_factory, launch) -> dict[str, list[list[str]] | str]:
         ("user/name:shaky", [["shaky"]]),  # its connection is lost for a moment
     ],
 )
-def test_configs_splits_revisions_tables_and_chats_are_read(found, entry, units):
-    assert found[entry] == units
-    assert [text for unit in found["user/tables"] for text in unit] == ROWS  # the only text column is used
+def test_configs_splits_revisions_tables_and_chats_are_read(results, entry, units):
+    assert results[entry] == units
+    assert [text for unit in results["user/tables"] for text in unit] == ROWS  # the only text column is used
 
 
 @pytest.mark.parametrize(
@@ -181,8 +181,8 @@ def test_configs_splits_revisions_tables_and_chats_are_read(found, entry, units)
         ("user/name:broken", r"Reading user/name:broken@2+ stopped: .*\. Run the same command again\."),
     ],
 )
-def test_unreadable_datasets_end_in_one_sentence(found, entry, sentence):
-    assert re.fullmatch(sentence, found[entry]), found[entry]
+def test_unreadable_datasets_end_in_one_sentence(results, entry, sentence):
+    assert re.fullmatch(sentence, results[entry]), results[entry]
 
 
 def test_lost_connection_ends_in_one_sentence_and_the_command_resumes_at_the_same_commit(launch, tmp_path):
@@ -198,15 +198,15 @@ def test_lost_connection_ends_in_one_sentence_and_the_command_resumes_at_the_sam
         first = launch(*command, **environment(address, tmp_path / "home"))
         hub.lost.clear()
         hub["datasets/user/name"].branches["main"] = NEWEST
-        again = launch(*command, **environment(address, tmp_path / "home"))
+        rerun = launch(*command, **environment(address, tmp_path / "home"))
     assert (first.returncode, "Traceback" in first.stderr) == (1, False), first.stderr
     [error] = [line for line in first.stderr.splitlines() if line.startswith("error: ")]
     assert re.fullmatch(rf"error: Reading user/name@{FIRST} stopped: .*\. Run the same command again\.", error)
-    assert again.returncode == 0, again.stderr
-    assert "store: 1 of 2 units of work are done." in again.stdout
+    assert rerun.returncode == 0, rerun.stderr
+    assert "store: 1 of 2 units of work are done." in rerun.stdout
     store = TokenStore(tmp_path / "store")
-    decoded = "".join(store.load_tokenizer().decode(store.memory_map(split)) for split in ("train", "val"))
-    assert sorted(decoded.split("<|endoftext|>")) == sorted([*texts, ""])
+    text = "".join(store.load_tokenizer().decode(store.memory_map(split)) for split in ("train", "val"))
+    assert sorted(text.split("<|endoftext|>")) == sorted([*texts, ""])
 
 
 ESTIMATE = """
@@ -235,19 +235,29 @@ def test_named_data_are_read_at_a_commit_that_the_store_records(tmp_path, launch
     with serving_datasets(name={NEWEST: {"0.jsonl": chat}}) as (hub, address):
         story = {sha: {"0.jsonl": File(jsonl(prose(int(sha[0]), 800)), False)} for sha in (FIRST, NEWEST)}
         hub.repositories["datasets/roneneldan/TinyStories"] = Repository(False, story, {"main": NEWEST, "v1": FIRST})
-        for name, more in {tmp_path / "mine.yaml": (), "tinystories": ("--revision", "v1")}.items():
-            command = ("--input", name, "--output", tmp_path / f"{Path(name).stem}-store", "--vocab_size", "300", *more)
-            done = launch("-m", "tokenizer.pretokenize", *command, **environment(address, tmp_path))
-            assert done.returncode == 0, done.stderr
-    mine, stories = (TokenStore(tmp_path / f"{name}-store").metadata for name in ("mine", "tinystories"))
-    assert mine.commits == {"user/name": NEWEST}
+        for name, options in {tmp_path / "mine.yaml": (), "tinystories": ("--revision", "v1")}.items():
+            command = (
+                "--input",
+                name,
+                "--output",
+                tmp_path / f"{Path(name).stem}-store",
+                "--vocab_size",
+                "300",
+                *options,
+            )
+            job = launch("-m", "tokenizer.pretokenize", *command, **environment(address, tmp_path))
+            assert job.returncode == 0, job.stderr
+    chats, stories = (TokenStore(tmp_path / f"{name}-store").metadata for name in ("mine", "tinystories"))
+    assert chats.commits == {"user/name": NEWEST}
     assert "<|im_start|>" in TokenStore(tmp_path / "mine-store").load_tokenizer().get_vocab()
     assert stories.commits == {"roneneldan/TinyStories": FIRST}
     assert (stories.sources, stories.hub_datasets) == (["tinystories"], ["roneneldan/TinyStories"])
     run = trained(TokenStore(tmp_path / "tinystories-store"), tmp_path / "run", max_steps=1)
     report = (run / "report.md").read_text()
-    named = f"- sources: tinystories; roneneldan/TinyStories at commit {FIRST[:12]}\n- please cite: Eldan and Li 2023, "
-    assert named in report
+    sources = (
+        f"- sources: tinystories; roneneldan/TinyStories at commit {FIRST[:12]}\n- please cite: Eldan and Li 2023, "
+    )
+    assert sources in report
     assert "arXiv:2305.07759 (license: cdla-sharing-1.0)\n- tokenizer: " in report
 
 
@@ -255,21 +265,21 @@ def test_split_validation_of_a_dataset_is_its_validation_text(tmp_path, launch):
     train, validation = [prose(i, 80) for i in range(60)], [prose(i, 80) for i in range(100, 130)]
     texts = {"train-0": train[:40], "train-1": train[40:], "validation-0": validation}
     chats = [json.dumps({"messages": [{"role": "user", "content": prose(i, 80)}]}).encode() for i in range(2)]
-    served = {"name": {f"data/{name}.parquet": parquet(*of_file) for name, of_file in texts.items()}}
-    served |= {"chat": {"train.jsonl": chats[0], "validation.jsonl": chats[1]}, "test": {"test.jsonl": chats[0]}}
+    commits = {"name": {f"data/{name}.parquet": parquet(*of_file) for name, of_file in texts.items()}}
+    commits |= {"chat": {"train.jsonl": chats[0], "validation.jsonl": chats[1]}, "test": {"test.jsonl": chats[0]}}
     stores = {"one": "user/name --num_proc 1", "two": "user/name --num_proc 2", "train": "user/name::train"}
     stores |= {"cut": "user/name --max_documents 45", "chat": "user/chat --chat_template chatml"}
-    with serving_datasets(**{name: {NEWEST: files} for name, files in served.items()}) as (_, address):
+    with serving_datasets(**{name: {NEWEST: files} for name, files in commits.items()}) as (_, address):
         for name, flags in stores.items():
             command = ("--output", tmp_path / name, "--vocab_size", "300", "--input", *flags.split())
-            done = launch("-m", "tokenizer.pretokenize", *command, **environment(address, tmp_path))
-            assert (done.returncode, "for validation from user/" in done.stdout) == (0, name != "train"), done.stderr
-        [refused] = output_of(launch, READ, ["user/test"], environment(address, tmp_path))
-    assert "it has no split train; name one of its splits, test." in refused
-    one, two, _, cut, chat = (TokenStore(tmp_path / name) for name in stores)
+            job = launch("-m", "tokenizer.pretokenize", *command, **environment(address, tmp_path))
+            assert (job.returncode, "for validation from user/" in job.stdout) == (0, name != "train"), job.stderr
+        [refusal] = output_of(launch, READ, ["user/test"], environment(address, tmp_path))
+    assert "it has no split train; name one of its splits, test." in refusal
+    one, two, _, short_store, chat = (TokenStore(tmp_path / name) for name in stores)
     assert (documents(one, "train"), documents(one, "val")) == (train, validation)
     assert one.metadata.identity == two.metadata.identity
-    assert (documents(cut, "train"), documents(cut, "val")) == (train[:45], validation[:1])
+    assert (documents(short_store, "train"), documents(short_store, "val")) == (train[:45], validation[:1])
     assert "validation_splits" not in (tmp_path / "train" / "metadata.json").read_text()
     assert (chat.metadata.train.documents, chat.metadata.val.documents) == (1, 1)
     assert "validation text is user/chat::validation; no other" in (tmp_path / "chat" / "report.md").read_text()
@@ -298,8 +308,8 @@ def test_a_limit_stops_streaming_early(tmp_path, launch):
             hub.requests.clear()
             output = tmp_path / limit[0]
             command = ("--input", "user/name", "--output", output, "--vocab_size", "300", *limit)
-            done = launch("-m", "tokenizer.pretokenize", *command, **environment(address, tmp_path))
-            assert done.returncode == 0, done.stderr
+            job = launch("-m", "tokenizer.pretokenize", *command, **environment(address, tmp_path))
+            assert job.returncode == 0, job.stderr
             read = {path.rsplit("/", 1)[1] for method, path in hub.requests if method == "GET" and ".jsonl" in path}
             assert read == ({"0.jsonl"} if limit[0] == "--max_bytes" else {"0.jsonl", "1.jsonl"})
     metadata = TokenStore(tmp_path / "--max_documents").metadata
@@ -307,7 +317,7 @@ def test_a_limit_stops_streaming_early(tmp_path, launch):
 
 
 def test_large_datasets_are_estimated_from_their_number_of_records(tmp_path, launch):
-    """The large one has two shards with 100 records of 10 sentences; a small one is read whole; one without a count is refused."""
+    """The large one has two shards with 100 records of 10 sentences; one without a count is refused."""
     shards = {f"{shard}.jsonl": jsonl(*(prose(100 * shard + i, 80) for i in range(100))) for shard in range(2)}
     known = b"---\ndataset_info:\n  splits:\n  - {name: train, num_bytes: 1, num_examples: 200}\n---\n"
     datasets = {"large": {"README.md": known, **shards}, "unsaid": shards, "small": {"0.jsonl": jsonl("one", "two")}}
@@ -321,7 +331,7 @@ def test_large_datasets_are_estimated_from_their_number_of_records(tmp_path, lau
     assert small == "None"
 
 
-# Nothing listens on port 9. HF_HUB_OFFLINE keeps the tests' own process from the Hub; these processes must notice the failure.
+# Nothing listens on port 9. HF_HUB_OFFLINE keeps only the tests' own process from the Hub.
 NO_NETWORK = {"HF_HUB_OFFLINE": "", "HF_ENDPOINT": "http://127.0.0.1:9"}
 RUN = REPOSITORY / "tests" / "formats" / "run_v2"
 
@@ -343,28 +353,28 @@ for command in sys.argv[1:]:
 
 def test_missing_network_is_reported_in_one_sentence_and_the_cache_is_used_without_it(launch, tmp_path):
     """The Hub cache contains the model me/cached, as links to blobs."""
-    cached = tmp_path / "hub" / "models--me--cached"
-    shutil.copytree(RUN / "checkpoints" / "step_00000004", cached / "blobs")
-    (cached / "snapshots" / ("0" * 40)).mkdir(parents=True)
-    for path in (cached / "blobs").iterdir():
-        (cached / "snapshots" / ("0" * 40) / path.name).symlink_to(path)
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("0" * 40)
+    cache_folder = tmp_path / "hub" / "models--me--cached"
+    shutil.copytree(RUN / "checkpoints" / "step_00000004", cache_folder / "blobs")
+    (cache_folder / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    for path in (cache_folder / "blobs").iterdir():
+        (cache_folder / "snapshots" / ("0" * 40) / path.name).symlink_to(path)
+    (cache_folder / "refs").mkdir()
+    (cache_folder / "refs" / "main").write_text("0" * 40)
     pretokenize = f"pretokenize --input tests/formats/unfinished_v1/text --output {tmp_path}/out --quiet --tokenizer"
-    missing = {
+    hints = {
         f"pretokenize --input me/other --output {tmp_path}/out --quiet": "",
         f"{pretokenize} me/other": "the local Hub cache lacks a tokenizer with this name",
         "generate me/other --prompt The": "the local Hub cache lacks a model with this name",
     }
     known = [f"{pretokenize} me/cached", "generate me/cached --prompt The --max_new_tokens 2"]
     environment = {**NO_NETWORK, "HF_HOME": str(tmp_path)}
-    done = launch("-c", RUN_EACH, *missing, *known, **environment)
+    job = launch("-c", RUN_EACH, *hints, *known, **environment)
     conversion = ("-m", "modeling_gpt2scratch.conversion_gpt2scratch", "me/other", tmp_path / "converted")
     convert = launch(*conversion, **environment)
-    lines = done.stdout.splitlines()
-    assert (lines[3], lines[-1], "Retrying" in done.stderr) == ("done", "done", False), done.stdout + done.stderr
+    lines = job.stdout.splitlines()
+    assert (lines[3], lines[-1], "Retrying" in job.stderr) == ("done", "done", False), job.stdout + job.stderr
     assert (convert.returncode, convert.stderr) == (1, f"error: {lines[2]}\n")
-    for what, line in zip(missing.values(), lines[:3], strict=True):
+    for hint, line in zip(hints.values(), lines[:3], strict=True):
         assert line.startswith("me/other is not a local path, ")
-        assert what in line
+        assert hint in line
         assert line.endswith("the Hub cannot be reached (http://127.0.0.1:9: [Errno 111] Connection refused).")

@@ -10,14 +10,13 @@ import sys
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from test_publishing import card_of
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import MODERN_RUN, REPOSITORY, assert_user_error, prose, tokenized, trained
 from modeling_gpt2scratch.conversion_gpt2scratch import convert
-from publishing.card import FolderArguments, model_card
-from publishing.published_model import PublishedModel, find_folder
-from publishing.upload import Repository
+from publishing.published_model import PublishedModel
 from training import evaluate
 
 lm_eval = pytest.importorskip("lm_eval", reason="the harness is not installed: pip install 'lm_eval[hf]'")
@@ -148,7 +147,7 @@ def test_the_card_shows_harness_results_only_of_its_own_weights(results, models,
     checkpoint = models["checkpoint"]
     evaluations = shutil.copytree(tasks / "checkpoint", checkpoint.parents[1] / "lm_eval")
     result, _ = results["checkpoint"]
-    card = ModelCard(model_card(PublishedModel.read(checkpoint), Repository("me/tiny"), FolderArguments()))
+    card = ModelCard(card_of(checkpoint))
     entries = {(entry.dataset_name, entry.metric_type): entry for entry in card.data.eval_results}
     assert set(entries) == {
         *(("held-out text of the training sources", metric) for metric in ("loss", "perplexity", "bits_per_byte")),
@@ -176,8 +175,7 @@ def test_evaluate_reports_the_results_of_lm_eval(results, models, tasks, store, 
     acc, stderr = (results_of_run["results"]["which"][f"acc{name},none"] for name in ("", "_stderr"))
     model_folder = shutil.copytree(run / "model", tmp_path / "alone")  # a model without a run
     evaluate.main([str(model_folder), "--data", str(store.folder), "--tasks", "which"])
-    models = [PublishedModel.read(find_folder(folder, None)) for folder in (run, model_folder)]
-    cards = [model_card(published, Repository("me/tiny"), FolderArguments()) for published in models]
+    cards = [card_of(folder) for folder in (run, model_folder)]
     for page in (*cards, (run / "report.md").read_text()):
         assert f"| which, acc | {acc:.4f} | {stderr:.4f} |\n" in page
     for entries in (ModelCard(card).data.eval_results for card in cards):

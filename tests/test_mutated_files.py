@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from test_publishing import card_of
 
 from common.errors import UserError
 from conftest import trained
 from examples.tuning.base import record_of
 from examples.tuning.settings import Tuning
-from publishing.card import FolderArguments, model_card
-from publishing.published_model import PublishedModel, find_folder
-from publishing.upload import Repository
 from tokenizer.corpus import files, named_data
 from tokenizer.corpus.records import records
 from tokenizer.corpus.units import Corpus, CorpusArguments
@@ -98,7 +96,7 @@ def read_logs(run: Path, store: TokenStore) -> None:
     starts_in_force(events)
     hours(events, datetime.now(UTC))
     best_step(run / "metrics.jsonl")
-    model_card(PublishedModel.read(find_folder(run, None)), Repository("me/x"), FolderArguments())
+    card_of(run)
     report.write_report(RunFolder(run))
     forget_after(run / "metrics.jsonl", 3)
 

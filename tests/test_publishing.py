@@ -49,25 +49,25 @@ def run(tmp_path_factory, store):
 
 
 def change_losses(run: Path, losses: dict[int, float]) -> None:
-    changed = [entry | ({"eval_loss": losses[entry["step"]]} if "eval_loss" in entry else {}) for entry in metrics(run)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in changed))
+    entries = [entry | ({"eval_loss": losses[entry["step"]]} if "eval_loss" in entry else {}) for entry in metrics(run)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
 
 
-def push(run: Path, *more: str) -> None:
-    push_to_hub.main([str(run), "--repo_id", "me/tiny", *more])
+def push(run: Path, *options: str) -> None:
+    push_to_hub.main([str(run), "--repo_id", "me/tiny", *options])
 
 
 @pytest.fixture
-def verified(monkeypatch) -> list[str]:
+def checks(monkeypatch) -> list[str]:
     """What would be verified, for tests of other statements: each verification starts a process."""
     names = []
-    monkeypatch.setattr(push_to_hub, "verify", lambda published, expected: names.append(published.name))
+    monkeypatch.setattr(push_to_hub, "verify", lambda release, target: names.append(release.name))
     return names
 
 
-def assert_refused(run: Path, sentence: str, *more: str) -> None:
+def assert_refused(run: Path, sentence: str, *options: str) -> None:
     """Check that a dry run of push_to_hub.py ends in one matching sentence."""
-    assert_one_sentence(sentence, push, run, "--dry_run", *more)
+    assert_one_sentence(sentence, push, run, "--dry_run", *options)
 
 
 def test_a_dry_run_assembles_only_allowed_files_of_the_checkpoint(a_copy, capsys):
@@ -88,7 +88,7 @@ def test_a_dry_run_assembles_only_allowed_files_of_the_checkpoint(a_copy, capsys
 def test_the_requested_checkpoint_is_chosen(a_copy):
     change_losses(a_copy, {2: 5.0, 4: 4.0, 6: 4.5})
     steps = [f"step_0000000{step}" for step in (6, 6, 4, 2)]
-    assert [find_folder(a_copy, wanted).name for wanted in (None, "last", "best", "2")] == steps
+    assert [find_folder(a_copy, choice).name for choice in (None, "last", "best", "2")] == steps
     assert find_folder(a_copy / "checkpoints" / "step_00000004", None).name == "step_00000004"
     assert find_folder(a_copy / "model", "best").name == "step_00000004"
     assert_user_error(r"checkpoint is 3, but .* has these checkpoint steps: 2, 4, 6; use one", find_folder, a_copy, "3")
@@ -109,14 +109,14 @@ def as_a_folder(run: Path, destination: Path) -> Path:
 
 
 def test_an_existing_folder_of_the_user_is_not_overwritten(run, tmp_path, monkeypatch):
-    folder, existing = (as_a_folder(run, tmp_path / name) for name in ("merged", "merged-hub"))
+    folder, existing_folder = (as_a_folder(run, tmp_path / name) for name in ("merged", "merged-hub"))
     monkeypatch.chdir(folder)
-    (existing / "thesis.txt").write_text("The only copy.")
-    before = sorted(existing.iterdir())
+    (existing_folder / "thesis.txt").write_text("The only copy.")
+    original = sorted(existing_folder.iterdir())
     assert_refused(Path("."), "merged-hub exists and was not written by this command; move it")
-    assert sorted(existing.iterdir()) == before
-    shutil.rmtree(existing)
-    existing.symlink_to("elsewhere")
+    assert sorted(existing_folder.iterdir()) == original
+    shutil.rmtree(existing_folder)
+    existing_folder.symlink_to("elsewhere")
     assert_refused(Path("."), "merged-hub exists and was not written by this command")
 
 
@@ -164,7 +164,7 @@ def with_code_that_needs_this_repository(folder):
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("change", "target"),
     [
         (lambda folder: (folder / "config.json").write_text("{}"), "its config.json names model_type 'None', which is"),
         (without_some_weights, r"transformer\.h\.1\.mlp\.c_fc\.weight is missing"),
@@ -172,10 +172,10 @@ def with_code_that_needs_this_repository(folder):
         (with_code_that_needs_this_repository, "does not load in a fresh process"),
     ],
 )
-def test_a_model_that_others_cannot_use_is_not_published(run, tmp_path, change, expected):
+def test_a_model_that_others_cannot_use_is_not_published(run, tmp_path, change, target):
     folder = as_a_folder(run, tmp_path / "broken")
     change(folder)
-    assert_refused(folder, expected, "--trust_folder_code")
+    assert_refused(folder, target, "--trust_folder_code")
 
 
 NETWORK, PROGRAM, SECRET = "use the network", "start another program", "read the Hub token"
@@ -215,11 +215,11 @@ def test_code_of_a_folder_runs_only_when_trusted_and_in_isolation(run, tmp_path,
     code = folder / "modeling_gpt2scratch.py"
     names = {"TOKEN": str(tmp_path / "token"), "HOME": str(Path.home()), "PARENT": str(tmp_path)}
     names |= {"NAMES": sorted(ALWAYS - {"loss.png", "course.png"})}
-    stated = "".join(f"{name} = {value!r}\n" for name, value in names.items())
-    asked = "FOLDER = json.loads(Path(sys.argv[1]).read_text())['model']\n"
-    head, rest = code.read_text().split("import torch\n", 1)
+    definitions = "".join(f"{name} = {value!r}\n" for name, value in names.items())
+    location_code = "FOLDER = json.loads(Path(sys.argv[1]).read_text())['model']\n"
+    head, remainder = code.read_text().split("import torch\n", 1)
     imports = "import json, os, socket, subprocess, sys\nfrom pathlib import Path\nimport torch\n"
-    code.write_text(f"{head}{imports}{stated}{asked}{ISOLATED}{rest}")
+    code.write_text(f"{head}{imports}{definitions}{location_code}{ISOLATED}{remainder}")
     assert_refused(folder, r"modeling_gpt2scratch\.py does not match any version of this project; read it, then add --")
     assert not (tmp_path / "custom-hub").exists()
     push(folder, "--dry_run", "--trust_folder_code")
@@ -228,24 +228,24 @@ def test_code_of_a_folder_runs_only_when_trusted_and_in_isolation(run, tmp_path,
     assert re.findall(r"The model's code tries to (.*?)\.", sentence) == [*ATTEMPTS.values()]
 
 
-def test_the_current_code_replaces_older_code(run, tmp_path, verified):
+def test_the_current_code_replaces_older_code(run, tmp_path, checks):
     folder = as_a_folder(run, tmp_path / "older")
     (folder / "modeling_gpt2scratch.py").unlink()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "someone/else--their.Code"}}))
     push(folder, "--dry_run")
-    published = tmp_path / "older-hub"
-    assert [(published / name).read_bytes() for name in CODE] == [(OUR_CODE / name).read_bytes() for name in CODE]
-    assert json.loads((published / "config.json").read_text()) == config
-    described = json.loads((folder / "tokenizer_config.json").read_text()) | {"auto_map": {}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    release = tmp_path / "older-hub"
+    assert [(release / name).read_bytes() for name in CODE] == [(OUR_CODE / name).read_bytes() for name in CODE]
+    assert json.loads((release / "config.json").read_text()) == config
+    tokenizer_settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"auto_map": {}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_settings))
     assert_refused(folder, r"tokenizer_config\.json names its own code \(auto_map\)")
 
 
 def test_the_hashes_of_the_current_code_are_recorded():
     """After a change, run `sha256sum *_gpt2scratch.py >> ../publishing/released_code.txt` in modeling_gpt2scratch/."""
-    known = dict(line.split() for line in RELEASED_CODE.read_text().splitlines()[1:])
-    assert [known[hashlib.sha256((OUR_CODE / name).read_bytes()).hexdigest()] for name in CODE] == list(CODE)
+    names_by_hash = dict(line.split() for line in RELEASED_CODE.read_text().splitlines()[1:])
+    assert [names_by_hash[hashlib.sha256((OUR_CODE / name).read_bytes()).hexdigest()] for name in CODE] == list(CODE)
 
 
 def test_a_model_whose_loss_differs_from_the_run_is_not_published(a_copy):
@@ -272,21 +272,21 @@ def test_a_model_with_an_untied_head_and_masked_documents_is_verified(native, fl
     assert re.search(r"The native twin, without remote code: logits differ by \d\.\de-0[6-9]|by 0\.0e\+00", output)
 
 
-def test_the_native_format_has_no_code_and_cannot_be_published_again(run, tmp_path, verified):
+def test_the_native_format_has_no_code_and_cannot_be_published_again(run, tmp_path, checks):
     push(run, "--dry_run", "--format", "native")
     folder = run / "hub"
     assert set(published_files(folder)) == {name for name in ALWAYS if not name.endswith("gpt2scratch.py")}
     assert type(AutoModelForCausalLM.from_pretrained(folder)) is GPT2LMHeadModel
     assert "trust_remote_code" not in (folder / "README.md").read_text()
     GPT2ScratchConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e4}).save_pretrained(tmp_path / "mixture")
-    for more in (["--format", "both"], ["--gguf", "f16"]):
-        assert_refused(tmp_path / "mixture", r"supports normalization='layer_norm' with rope_parameters=\{", *more)
+    for options in (["--format", "both"], ["--gguf", "f16"]):
+        assert_refused(tmp_path / "mixture", r"supports normalization='layer_norm' with rope_parameters=\{", *options)
     twin = shutil.copytree(folder, tmp_path / "twin")
     assert_refused(twin, r"is a GPT2LMHeadModel, not a model of this project.*: python -m modeling_gpt2scratch\.conv")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "target"),
     [
         ([], "Name a run and a repository: python push_to_hub.py runs/x"),
         (["RUN"], "Name a repository: "),
@@ -295,27 +295,27 @@ def test_the_native_format_has_no_code_and_cannot_be_published_again(run, tmp_pa
         (["RUN", "--repo_id", "me/ti ny"], "is not a name that the Hub accepts"),
     ],
 )
-def test_wrong_arguments_are_refused(run, arguments, expected):
-    assert_user_error(expected, push_to_hub.main, [argument.replace("RUN", str(run)) for argument in arguments])
+def test_wrong_arguments_are_refused(run, arguments, target):
+    assert_user_error(target, push_to_hub.main, [argument.replace("RUN", str(run)) for argument in arguments])
 
 
-def card_of(folder: Path, wanted: str | None = None) -> str:
-    return model_card(PublishedModel.read(find_folder(folder, wanted)), MINE, FolderArguments())
+def card_of(folder: Path, choice: str | None = None) -> str:
+    return model_card(PublishedModel.read(find_folder(folder, choice)), MINE, FolderArguments())
 
 
-def test_the_card_describes_the_run(run, verified):
+def test_the_card_describes_the_run(run, checks):
     push(run, "--dry_run", "--license", "mit", "--language", "en", "--checkpoint", "4")
     card = ModelCard.load(run / "hub" / "README.md")
     data = card.data.to_dict()
     assert (data["license"], data["language"], data["pipeline_tag"]) == ("mit", ["en"], "text-generation")
     assert (data["library_name"], data["tags"]) == ("transformers", ["gpt2scratch", "from-scratch"])
-    [scored] = [entry for entry in metrics(run) if entry["step"] == 4 and "eval_loss" in entry]
+    [validation] = [entry for entry in metrics(run) if entry["step"] == 4 and "eval_loss" in entry]
     values = {result.metric_type: result.metric_value for result in card.data.eval_results}
-    assert values == {name: round(scored[f"eval_{name}"], 4) for name in ("loss", "perplexity", "bits_per_byte")}
+    assert values == {name: round(validation[f"eval_{name}"], 4) for name in ("loss", "perplexity", "bits_per_byte")}
     assert "11,648 parameters" in card.text
     assert "At 2.50 dollars per hour: 0.0" in card.text
     sentence = "weights after step 4 (256 tokens). Their validation loss is {eval_loss:.4f}, on {eval_tokens:,} "
-    assert sentence.format(**scored) in card.text
+    assert sentence.format(**validation) in card.text
     headings = re.findall(r"^## (.*)$", re.sub(r"```.*?```", "", card.text, flags=re.DOTALL), flags=re.MULTILINE)
     assert headings == [
         *("Use", "Results", "Samples", "Data", "Training", "Speed", "Estimate vs. actual", "Cost"),
@@ -329,34 +329,34 @@ def test_the_card_describes_the_run(run, verified):
 
 
 def test_the_card_shows_only_evaluations_of_its_own_weights(run, tmp_path, capsys):
-    mine = shutil.copytree(run, tmp_path / "run")
-    evaluate.main([str(mine), "--compare_with", str(mine / "checkpoints" / "step_00000004")])
-    sections = sections_of(card_of(mine, "last"))
-    found = sections["Evaluation"]
-    assert re.search(r"\n\| run \| \d\.\d{4} ± ", found)
-    assert "\n| step_00000004 | " in found
-    assert "\n| trigram | " in found
-    assert str(tmp_path) not in found
+    run_copy = shutil.copytree(run, tmp_path / "run")
+    evaluate.main([str(run_copy), "--compare_with", str(run_copy / "checkpoints" / "step_00000004")])
+    sections = sections_of(card_of(run_copy, "last"))
+    section = sections["Evaluation"]
+    assert re.search(r"\n\| run \| \d\.\d{4} ± ", section)
+    assert "\n| step_00000004 | " in section
+    assert "\n| trigram | " in section
+    assert str(tmp_path) not in section
     assert list(sections)[1:4] == ["Use", "Results", "Evaluation"]
-    assert "## Evaluation" not in card_of(mine, "4")
+    assert "## Evaluation" not in card_of(run_copy, "4")
 
 
 GGUF = {"name": "tiny-F16.gguf", "kind": "F16", "logits": 1e-3, "loss": 1e-6, "tokens": 256}
 
 
 def test_the_card_is_built_from_an_edited_report_or_a_report_of_an_older_version(a_copy, capsys):
-    before = card_of(a_copy)
+    original = card_of(a_copy)
     report = a_copy / "report.md"
     page = report.read_text()
     report.write_text(page.replace("## Data", "## Notes\n\nMy words.\n\n## Data"))
     card = card_of(a_copy)
-    assert card == before.replace("## Data", "## Notes\n\nMy words.\n\n## Data")
-    edited = report.read_text()
+    assert card == original.replace("## Data", "## Notes\n\nMy words.\n\n## Data")
+    edited_page = report.read_text()
     evaluate.main([str(a_copy), "--compare"])
     assert capsys.readouterr().err.endswith(
         "report.md was edited, or written by an older version; it is not changed.\n"
     )
-    assert report.read_text() == edited
+    assert report.read_text() == edited_page
     assert {"Evaluation", "Notes"} < sections_of(card_of(a_copy)).keys()
     report.write_text(page)
     facts = schema.read(a_copy / "report.json")
@@ -364,7 +364,7 @@ def test_the_card_is_built_from_an_edited_report_or_a_report_of_an_older_version
     assert_user_error(r"report\.json was written by a newer version of GPT2Scratch \(format 9; ", card_of, a_copy)
     (a_copy / "report.json").unlink()
     shutil.rmtree(a_copy / "evaluation")
-    assert card_of(a_copy) == before
+    assert card_of(a_copy) == original
 
 
 def test_a_card_names_its_branch_and_the_native_and_gguf_files(run):
@@ -377,21 +377,21 @@ def test_a_card_names_its_branch_and_the_native_and_gguf_files(run):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "expected"), [("of the and a to in is was", "of the a"), ('"a\\\n```é🙂', '"a\\\n```')]
+    ("prompt", "target"), [("of the and a to in is was", "of the a"), ('"a\\\n```é🙂', '"a\\\n```')]
 )
-def test_the_prompt_of_a_card_leaves_room_for_the_generated_text(a_copy, prompt, expected):
+def test_the_prompt_of_a_card_leaves_room_for_the_generated_text(a_copy, prompt, target):
     config = a_copy / "config.yaml"
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"sample_prompts": [prompt]}))
     card = card_of(a_copy)
-    assert card.count(f"({json.dumps(expected, ensure_ascii=False)}, max_new_tokens=8") == 1
+    assert card.count(f"({json.dumps(target, ensure_ascii=False)}, max_new_tokens=8") == 1
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"sample_prompts": [""]}))
     assert 'tokenizer("",' not in card_of(a_copy)  # an empty prompt is not shown
 
 
 def test_a_card_built_from_a_card_keeps_its_sections_and_has_one_marker(run, tmp_path):
     folder = as_a_folder(run, tmp_path / "again")
-    theirs = "## Example\n\nOne.\n\n## Example\n\nTwo.\n\n## Licence\n\nMIT, by me."
-    (folder / "README.md").write_text(f"---\ntags: [a]\n---\n\n{WRITTEN}\n\n# old\n\n{theirs}\n")
+    old_sections = "## Example\n\nOne.\n\n## Example\n\nTwo.\n\n## Licence\n\nMIT, by me."
+    (folder / "README.md").write_text(f"---\ntags: [a]\n---\n\n{WRITTEN}\n\n# old\n\n{old_sections}\n")
     card = card_of(folder)
     assert card.count(WRITTEN) == 1
     assert "# old" not in card
@@ -411,8 +411,8 @@ def test_harness_results_on_local_files_do_not_publish_their_paths(a_copy):
     results = a_copy / "lm_eval" / "results_1.json"
     results.parent.mkdir()
     task = {"dataset_path": "/home/me/secret", "test_split": "test"}
-    measured = {"model_name": str(a_copy / "model"), "configs": {"mine": task}, "results": {"mine": {"acc,none": 0.5}}}
-    results.write_text(json.dumps(measured | {"n-shot": {"mine": 0}, "lm_eval_version": "0.4"}))
+    content = {"model_name": str(a_copy / "model"), "configs": {"mine": task}, "results": {"mine": {"acc,none": 0.5}}}
+    results.write_text(json.dumps(content | {"n-shot": {"mine": 0}, "lm_eval_version": "0.4"}))
     card = card_of(a_copy)
     assert "| mine | acc | 0.5000 |" in card
     assert "secret" not in card
@@ -434,31 +434,31 @@ def test_publishing_works_end_to_end_in_separate_processes(launch, run, tmp_path
     with serving() as (hub, address):
         environment = online(address, tmp_path / "home")
         command = ("push_to_hub.py", run, "--repo_id", "me/tiny", "--private", "--format", "both")
-        done = launch(*command, **environment)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("Verified in a fresh process") == 2
-        assert "(from the Hub)" in done.stdout
-        assert done.stdout.endswith(f"Published: {address}/me/tiny\n")
-        assert TOKEN not in done.stdout + done.stderr
+        job = launch(*command, **environment)
+        assert job.returncode == 0, job.stderr
+        assert job.stdout.count("Verified in a fresh process") == 2
+        assert "(from the Hub)" in job.stdout
+        assert job.stdout.endswith(f"Published: {address}/me/tiny\n")
+        assert TOKEN not in job.stdout + job.stderr
         files = hub["me/tiny"].files()
         native = {f"native/{name}" for name in ALWAYS if name.endswith((".json", ".safetensors"))}
         assert files.keys() == ALWAYS | {".gitattributes"} | native
         assert hub["me/tiny"].private
-        sent = b"".join(hub.bodies)
+        upload_bytes = b"".join(hub.bodies)
         for secret in (TOKEN, str(run), str(run.parent), str(Path.home()), "training_state", "optimizer.safetensors"):
-            assert secret.encode() not in sent, secret
+            assert secret.encode() not in upload_bytes, secret
 
         blocks = re.findall(r"```python\n(.*?)```", files["README.md"].decode(), flags=re.DOTALL)
         assert len(blocks) == 3
         elsewhere = tmp_path / "elsewhere"
         elsewhere.mkdir()
         code = "import sys; sys.modules['modeling_gpt2scratch'] = None\n" + "\n".join(blocks)
-        done = launch("-P", "-c", code, folder=elsewhere, **environment)
-        assert done.returncode == 0, done.stderr
-        assert 0 < float(done.stdout.splitlines()[-1]) < 8
+        job = launch("-P", "-c", code, folder=elsewhere, **environment)
+        assert job.returncode == 0, job.stderr
+        assert 0 < float(job.stdout.splitlines()[-1]) < 8
 
 
-def test_every_checkpoint_becomes_a_branch(a_copy, hub, verified):
+def test_every_checkpoint_becomes_a_branch(a_copy, hub, checks):
     shutil.rmtree(a_copy / "checkpoints" / "step_00000004")
     push(a_copy, "--revisions")
     repository = hub["me/tiny"]
@@ -471,15 +471,15 @@ def test_every_checkpoint_becomes_a_branch(a_copy, hub, verified):
         assert f'revision="{name}"' in files["README.md"].decode()
     assert repository.files()[WEIGHTS] == repository.files(names[-1])[WEIGHTS]
     assert sorted(path.name for path in a_copy.glob("hub*")) == ["hub"]
-    assert verified[1::2] == ["me/tiny"] * 3  # each after its folder
-    assert [Path(name).name for name in verified[::2]] == ["hub", *(f"hub-{name}" for name in names)]
+    assert checks[1::2] == ["me/tiny"] * 3  # each after its folder
+    assert [Path(name).name for name in checks[::2]] == ["hub", *(f"hub-{name}" for name in names)]
 
 
 @pytest.fixture(scope="module")
 def folder(run):
     """Assembled folder, ready to upload."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(push_to_hub, "verify", lambda published, expected: None)
+        patch.setattr(push_to_hub, "verify", lambda release, target: None)
         push(run, "--dry_run")
     return shutil.copytree(run / "hub", run.parent / "assembled")
 
@@ -489,22 +489,22 @@ def test_a_second_upload_sends_nothing_new_deletes_stale_files_and_keeps_files_o
     commits = len(repository.commits)
     assert upload(folder, MINE).oid == first.oid
     assert (len(repository.commits), hub.uploads()) == (commits, 3)  # the weights and two plots, each sent once
-    kept, stale = {"notes.md", "tiny-Q4_K_M.gguf"}, {"native/config.json", "tiny-F16.gguf"}
-    more = dict.fromkeys(kept | stale, File(b"x", False))
-    repository.commit("main", repository.commits[repository.branches["main"]] | more)
+    user_files, stale = {"notes.md", "tiny-Q4_K_M.gguf"}, {"native/config.json", "tiny-F16.gguf"}
+    new_files = dict.fromkeys(user_files | stale, File(b"x", False))
+    repository.commit("main", repository.commits[repository.branches["main"]] | new_files)
     upload(folder, MINE)
-    assert repository.files().keys() == ALWAYS | {".gitattributes"} | kept
+    assert repository.files().keys() == ALWAYS | {".gitattributes"} | user_files
 
 
 def test_an_edited_card_on_the_hub_is_kept(folder, hub, capsys):
     upload(folder, MINE)
     repository = hub["me/tiny"]
-    ours = repository.files()["README.md"]
-    for card, expected in ((b"My words. \xff", b"My words. \xff"), (ours + b"old", ours)):
+    own_card = repository.files()["README.md"]
+    for card, target in ((b"My words. \xff", b"My words. \xff"), (own_card + b"old", own_card)):
         files = repository.commits[repository.branches["main"]]
         repository.commit("main", files | {"README.md": File(card, False)})
         upload(folder, MINE)
-        assert repository.files()["README.md"] == expected
+        assert repository.files()["README.md"] == target
     assert capsys.readouterr().out.count("The README.md of me/tiny was edited and is kept; delete it there") == 1
 
 
@@ -515,11 +515,11 @@ def test_an_upload_that_lost_its_connection_changes_nothing_and_resumes(folder, 
     assert_user_error(sentence, upload, folder, MINE)
     assert hub["me/tiny"].files().keys() == {".gitattributes"}
     hub.cut_uploads = 0
-    shown = folder / "loss.png"
-    hub.large[hashlib.sha256(shown.read_bytes()).hexdigest()] = shown.read_bytes()  # was uploaded before
-    before = hub.uploads()
+    plot = folder / "loss.png"
+    hub.large[hashlib.sha256(plot.read_bytes()).hexdigest()] = plot.read_bytes()  # was uploaded before
+    original = hub.uploads()
     upload(folder, MINE)
-    assert hub.uploads() - before == 2
+    assert hub.uploads() - original == 2
     assert hub["me/tiny"].files().keys() == ALWAYS | {".gitattributes"}
 
 
@@ -532,10 +532,10 @@ def test_an_interrupted_upload_reports_how_to_resume(spawn, run, tmp_path):
         hub.hold.set()
         _, output = process.communicate(timeout=600)
         assert process.returncode == 130
-        last = (
+        notice = (
             "Interrupted, could not upload to me/tiny; run this command again; files that arrived are not sent twice."
         )
-        assert last in output.splitlines()  # a progress bar may follow
+        assert notice in output.splitlines()  # a progress bar may follow
         assert hub["me/tiny"].files().keys() == {".gitattributes"}
 
 
@@ -552,7 +552,7 @@ def switched_off(hub, patch):
 
 
 @pytest.mark.parametrize(
-    ("trouble", "expected"),
+    ("trouble", "target"),
     [
         (lambda hub, patch: patch.delenv("HF_TOKEN"), "You are not logged in to the Hub, or the token contains"),
         (with_token("hf_" + "w" * 34), f"{DENIED} the Hub refused: Invalid user token. The token from HF_TOKEN"),
@@ -564,11 +564,11 @@ def switched_off(hub, patch):
         (lambda hub, patch: HfApi().create_repo("me/tiny"), "me/tiny exists and is public, so --private has no effect"),
     ],
 )
-def test_problems_with_the_hub_are_reported_before_any_work(run, hub, monkeypatch, trouble, expected):
+def test_problems_with_the_hub_are_reported_before_any_work(run, hub, monkeypatch, trouble, target):
     shutil.rmtree(run / "hub", ignore_errors=True)
     trouble(hub, monkeypatch)
     [sentence] = error_of(push, run, "--private").splitlines()
-    assert expected in sentence
+    assert target in sentence
     assert os.environ.get("HF_TOKEN", "none") not in sentence
     assert not (run / "hub").exists()
     assert not hub.large
@@ -579,17 +579,17 @@ def test_a_refusal_of_the_hub_is_one_sentence(folder, hub, tmp_path):
     hub.taken.add("our/tiny")
     wrong = shutil.copytree(folder, tmp_path / "wrong")
     (wrong / "README.md").write_text("---\nlicense: my own\n---\n")
-    for source, repo_id, expected in (
+    for source, repo_id, target in (
         (folder, "us/tiny", r"Could not upload to us/tiny: the Hub refused: [^\n]*$"),
         (folder, "our/tiny", r"our/tiny exists on the Hub but is not a model; use another name\.$"),
         (wrong, "me/tiny", r"does not accept the metadata of .*README\.md: \"license\" must be one of[^\n]*$"),
     ):
-        assert_user_error(expected, upload, source, Repository(repo_id))
+        assert_user_error(target, upload, source, Repository(repo_id))
         assert not hub.large
     assert not {"models/us/tiny", "models/our/tiny"} & {*hub.repositories}
 
 
-def test_a_folder_without_a_run_is_published_with_its_own_card(run, tmp_path, hub, verified):
+def test_a_folder_without_a_run_is_published_with_its_own_card(run, tmp_path, hub, checks):
     folder = as_a_folder(run, tmp_path / "merged")
     card = "---\nlibrary_name: peft\n---\n# merged\n\nTaught to chat.\n\n## How\n\nWith LoRA.\n"
     (folder / "README.md").write_text(card)

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
+from test_publishing import card_of
 
 import generate
 from common.removal import mark
@@ -40,9 +41,6 @@ from conftest import (
     wait_until,
     weights,
 )
-from publishing.card import FolderArguments, model_card
-from publishing.published_model import PublishedModel, find_folder
-from publishing.upload import Repository
 from training.checkpoints.checkpoint import _seal, complete_checkpoints, damage
 from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.saver import refuse_full_disk
@@ -543,8 +541,7 @@ def test_report_and_card_list_every_change_with_its_step(run, train, tmp_path):
     changes_of_branch = changes_of_run[:3] + ["step 9: learning_rate changed from 0.03 to 0.05"]
     assert changes_of((branch / "report.md").read_text()) == changes_of_branch
     for folder, changes in ((run, changes_of_run), (branch, changes_of_branch)):
-        published = PublishedModel.read(find_folder(folder, None))
-        assert changes_of(model_card(published, Repository("me/tiny"), FolderArguments())) == changes
+        assert changes_of(card_of(folder)) == changes
 
 
 def test_a_run_killed_before_its_config_was_written_can_start(train, tmp_path):

@@ -42,10 +42,10 @@ def test_measurements_of_a_log_line(clock, monkeypatch, processes):
         it.count(processes * 32_768)
     it.batches.seconds = 0.003
     clock.now = 0.48
-    measured = it.measured()
-    assert measured.pop("tokens_per_second") == pytest.approx(processes * 682_666.7, abs=0.5)
-    assert measured.pop("seconds_per_step") == 0.048
-    assert measured == {"mfu": 0.4729, "data_share": 0.0063, "peak_memory_gb": 11.249}  # of one device
+    numbers = it.measured()
+    assert numbers.pop("tokens_per_second") == pytest.approx(processes * 682_666.7, abs=0.5)
+    assert numbers.pop("seconds_per_step") == 0.048
+    assert numbers == {"mfu": 0.4729, "data_share": 0.0063, "peak_memory_gb": 11.249}  # of one device
     if processes == 1:
         assert in_words(it.measured()) == "682,667 tok/s  0.0480 s/step  MFU 47%  data  0.6%  peak 11.2 GB"
 
@@ -124,8 +124,8 @@ def test_report_summarizes_the_log_lines(store, tmp_path):
         "",
         "Over 11 log lines. Peak memory 11.2 GB; 41.3 s to the first step.",
         "",
-        "MFU compares 685.4 MFLOP per token (6 N + 6 L C T, with N weights in matrix products; causal attention) with the "
-        "peak in the device's datasheet, given above. As counted by PaLM and nanoGPT (12 L C T), it would be 46.9%.",
+        "MFU compares 685.4 MFLOP per token (6 N + 6 L C T, with N weights in matrix products; causal attention) with "
+        "the peak in the device's datasheet, given above. As counted by PaLM and nanoGPT (12 L C T), it would be 46.9%.",
     ]
 
 

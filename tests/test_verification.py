@@ -23,9 +23,9 @@ def copy(store, tmp_path):
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "train.bin.index", "val.bin.index"])
 @pytest.mark.parametrize("placement", ["ram", "mmap"])
 def test_a_flipped_bit_ends_the_run_before_a_checkpoint_is_complete(train, copy, tmp_path, name, placement):
-    stated = file_sha256(copy / name)
+    original_hash = file_sha256(copy / name)
     flip(copy / name)
-    hashes = f"its SHA-256 is {file_sha256(copy / name)}, but metadata.json states {stated}"
+    hashes = f"its SHA-256 is {file_sha256(copy / name)}, but metadata.json states {original_hash}"
     sentence = f"{name} was changed or damaged: {hashes}"
     assert_user_error(sentence, train, tmp_path / "run", data=copy, data_placement=placement)
     run = RunFolder(tmp_path / "run")
@@ -37,21 +37,21 @@ def test_a_flipped_bit_ends_the_run_before_a_checkpoint_is_complete(train, copy,
 def test_a_bit_flipped_between_two_starts_ends_the_resumed_run(train, copy, tmp_path):
     run = train(tmp_path / "run", data=copy, max_steps=3)
     flip(copy / "train.bin")
-    resumed = {"resume_from_checkpoint": run, "data": copy, "max_steps": 6}
-    assert_user_error(r"train\.bin was changed or damaged", train, None, **resumed)
+    settings = {"resume_from_checkpoint": run, "data": copy, "max_steps": 6}
+    assert_user_error(r"train\.bin was changed or damaged", train, None, **settings)
     assert RunFolder(run).newest_step() == 3
     shutil.copy(train.args[0].folder / "train.bin", copy / "train.bin")
-    train(None, **resumed)
+    train(None, **settings)
     assert RunFolder(run).newest_step() == 6
 
 
 def test_the_first_checkpoint_waits_for_the_hashes_and_training_does_not(train, tmp_path, monkeypatch):
     """Here, hashing takes until the third step is finished, and the checkpoint of the second step waits for it."""
-    is_hashed, logged = threading.Event(), tmp_path / "run" / "metrics.jsonl"
+    is_hashed, log_file = threading.Event(), tmp_path / "run" / "metrics.jsonl"
     monkeypatch.setattr(TokenStore, "check_hashes", lambda self: is_hashed.wait(60))
 
     def release():
-        while not (logged.exists() and '"step": 3' in logged.read_text()):
+        while not (log_file.exists() and '"step": 3' in log_file.read_text()):
             time.sleep(0.01)
         assert RunFolder(tmp_path / "run").newest_step() == 0
         is_hashed.set()
