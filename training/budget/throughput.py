@@ -45,8 +45,8 @@ class Throughput:
     startup: float = 0.0  # seconds until the first step is done, and to compile the validation
 
     def seconds(self, tokens: float, validations: float, validation_tokens: float) -> float:
-        """Return the seconds of a run that trains on `tokens` and scores `validation_tokens` in its `validations`, which
-        also write samples, plots and checkpoints."""
+        """Return the seconds of a run that trains on `tokens` and scores `validation_tokens` in its `validations`,
+        which also write samples, plots and checkpoints."""
         training = (tokens + SCORING * validation_tokens) / self.tokens_per_second
         return self.startup + AFTER_VALIDATION * validations + training
 

@@ -80,8 +80,9 @@ def host_memory_problems(memory: Memory, processes: int) -> Iterator[str]:
     capacity = psutil.virtual_memory().total + psutil.swap_memory().total
     if n_bytes > capacity:
         yield (
-            f"A model of {memory.parameters:,} parameters needs {n_bytes / 1e9:,.0f} GB with its gradients and moments, "
-            f"but this machine has {capacity / 1e9:,.0f} GB; lower n_layer or n_embd, or use a GPU or a larger machine."
+            f"A model of {memory.parameters:,} parameters needs {n_bytes / 1e9:,.0f} GB with its gradients and moments"
+            f", but this machine has {capacity / 1e9:,.0f} GB; lower n_layer or n_embd, or use a GPU or a larger "
+            "machine."
         )
 
 
