@@ -41,9 +41,17 @@ class Documents:
 
     def positions(self, starts: np.ndarray, context: int) -> np.ndarray:
         """Return each token's distance from the start of its segment, or of its row if later, (B, context) int64."""
-        places = starts[:, None] + np.arange(context) + self.has_eos  # a segment starts one token before its document
-        first_places = self.offsets[np.searchsorted(self.offsets, places, side="right") - 1]  # of their segments
-        return places - np.maximum(first_places, places[:, :1])
+        row_starts = starts + self.has_eos  # in the unit of `offsets`: a segment starts one token before its document
+        first = np.searchsorted(self.offsets, row_starts, side="right") - 1  # (B,): the segment that a row starts in
+        beyond = np.searchsorted(self.offsets, row_starts + context, side="left")
+        counts = beyond - first  # (B,): segments of each row
+        rows = np.repeat(np.arange(len(starts)), counts)  # (segments of all rows,)
+        segments = np.arange(len(rows)) + np.repeat(beyond - counts.cumsum(), counts)
+        in_row = np.maximum(self.offsets[segments] - row_starts[rows], 0)
+        first_places = rows * context + in_row  # in the flattened batch
+        size = len(starts) * context
+        flat = np.arange(size) - np.repeat(first_places, np.diff(first_places, append=size))
+        return flat.reshape(len(starts), context)
 
 
 class MemoryMap:
