@@ -19,7 +19,7 @@ from examples.tuning.settings import Tuning
 from tokenizer.corpus import files, named_data
 from tokenizer.corpus.records import records
 from tokenizer.corpus.units import Corpus, CorpusArguments
-from tokenizer.encoding import vocabulary
+from tokenizer.encoding.vocabulary import SavedTokenizer
 from tokenizer.store.store import TokenStore
 from training import evaluate
 from training.checkpoints import checkpoint as checkpoints
@@ -30,7 +30,7 @@ from training.log import reference
 from training.log.reference import compared_settings, find_reference
 from training.report import report
 
-OTHERS = ("finetuning.json", "curve.jsonl", "named.yaml", "chats.arrow")
+OTHERS = ("finetuning.json", "tokenizer_config.json", "curve.jsonl", "named.yaml", "chats.arrow")
 NEWEST = "checkpoints/step_00000006"
 VALUES = [None, True, -1, 10**30, 1e308, float("nan"), "", "x", "\ud800", [], {}, [[]], "9" * 5000]
 
@@ -112,14 +112,11 @@ def read_status(run: Path, store: TokenStore) -> None:
 def read_other(run: Path, store: TokenStore) -> None:
     record_of(Tuning(str(run)))
     find_reference(RunFolder(run))
+    SavedTokenizer.read(run)
     named_data.find(str(run / "named.yaml"))
     for part in Corpus([str(run / "chats.arrow")], CorpusArguments(text_column="text")).units()[0].ranges:
         with files.readable(part.path):
             list(records(part))
-
-
-def read_tokenizer(run: Path, store: TokenStore) -> None:
-    vocabulary.load(run)
 
 
 def read_checkpoint(run: Path, store: TokenStore) -> None:
@@ -133,7 +130,6 @@ def read_checkpoint(run: Path, store: TokenStore) -> None:
     [
         *((name, read_logs) for name in ("metrics.jsonl", "events.jsonl", "report.json", "evaluation/evaluation.json")),
         ("status.json", read_status),
-        ("tokenizer_config.json", read_tokenizer),
         *((name, read_other) for name in OTHERS),
         *((f"{NEWEST}/{name}", read_checkpoint) for name in ("manifest.json", "training_state/state.json")),
     ],
@@ -152,8 +148,9 @@ def test_changed_files_are_skipped_or_refused(finished, store, tmp_path, monkeyp
 
 def test_pipes_in_place_of_files_do_not_block(finished, store, tmp_path):
     run = Path(shutil.copytree(finished, tmp_path / "run"))
-    for name in ".gpt2scratch.json status.json report.json evaluation/evaluation.json".split():
+    for name in ".gpt2scratch.json status.json report.json evaluation/evaluation.json tokenizer_config.json".split():
         (run / name).unlink()
         os.mkfifo(run / name)
     read_logs(run, store)
     assert RunFolder(run).is_run()
+    assert SavedTokenizer.read(run) is None

@@ -4,7 +4,10 @@ import json
 import logging
 import random
 import re
+import subprocess
+import sys
 import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.long_words import TEXTS
-from conftest import assert_one_sentence, assert_user_error, prose, tokenized
+from conftest import REPOSITORY, assert_one_sentence, assert_user_error, prose, tokenized
 from tokenizer.build.recipe import Recipe
 from tokenizer.corpus.chat import CHATML_TOKENS
 from tokenizer.encoding import encode, vocabulary
@@ -277,15 +280,38 @@ def test_gpt2_tokenizer_files_are_loaded_from_a_folder(tmp_path):
         assert loaded.decode(ids) == text
 
 
+def facts(tokenizer) -> Iterator[object]:
+    yield from (type(tokenizer.backend_tokenizer), tokenizer.backend_tokenizer.to_str(), len(tokenizer))
+    yield from (tokenizer.eos_token_id, tokenizer.special_tokens_map, tokenizer.chat_template)
+    yield {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_saved_tokenizer_is_used_without_transformers(tmp_path):
+    theirs = train_bpe([PROSE], 280)
+    theirs.chat_template = "{{ messages }}"
+    vocabulary.save(theirs, tmp_path / "theirs")
+    (tmp_path / "my.txt").write_text(PROSE)
+    command = ["--input", str(tmp_path / "my.txt"), "--tokenizer", str(tmp_path / "theirs")]
+    code = f"import sys; from tokenizer import pretokenize; pretokenize.main({[*command, '--output', str(tmp_path / 'out')]})"
+    code += "; assert sys.modules.keys() & {'tokenizers', 'transformers', 'torch', 'datasets'} == {'tokenizers'}"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
+    assert read_files(tmp_path / "out" / "tokenizer") == read_files(tmp_path / "theirs")
+
+
 @pytest.mark.parametrize("kind", ["tokenizer", "tokenizer_type"])
 def test_existing_tokenizer_is_used_unchanged_and_another_vocab_size_refused(tmp_path, kind):
     theirs = train_bpe([PROSE], 280)
     vocabulary.save(theirs, tmp_path / "theirs")
     recipe = Recipe(["any"], vocabulary=VocabularyArguments(tokenizer=str(tmp_path / "theirs")))
     ours = build(recipe.vocabulary, recipe.existing_tokenizer, lambda: ["another"])
+    for of_ours, of_theirs in zip(facts(ours), facts(vocabulary.load(tmp_path / "theirs")), strict=True):
+        assert of_ours == of_theirs
     vocabulary.save(ours, tmp_path / "ours")
-    of_ours, of_theirs = (tmp_path / name / "tokenizer.json" for name in ("ours", "theirs"))
-    assert of_ours.read_bytes() == of_theirs.read_bytes()
+    assert read_files(tmp_path / "ours") == read_files(tmp_path / "theirs")
     value, size = {"tokenizer": (str(tmp_path / "theirs"), 280), "tokenizer_type": ("character", len(set(PROSE)))}[kind]
     recipe = Recipe(["any"], vocabulary=VocabularyArguments(vocab_size=999, **{kind: value}))
     sentence = rf"vocab_size is 999 but .* {size} tokens; set --vocab_size {size}"

@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizer.cleaning import cleaning
@@ -12,7 +13,7 @@ from tokenizer.corpus.chat import ChatTemplate
 from tokenizer.corpus.given import GivenDataset
 from tokenizer.corpus.units import CorpusArguments
 from tokenizer.encoding import vocabulary
-from tokenizer.encoding.vocabulary import VocabularyArguments
+from tokenizer.encoding.vocabulary import SavedTokenizer, VocabularyArguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,18 +36,18 @@ class Recipe:
     vocab_size_must_fit: bool = True  # False if a run's YAML file sets the size: the tokenizer's own size overrides it
 
     def problems(self) -> list[str]:
-        sentences = cleaning.problems(self.cleaning) + vocabulary.problems(self.vocabulary) + [*self.corpus.problems()]
-        if self.weights and len(self.weights) != (number := len(self.inputs)):
-            sentences.append(
-                f"There are {len(self.weights)} weights for {number} inputs: give one per input, in order."
+        found = cleaning.problems(self.cleaning) + vocabulary.problems(self.vocabulary) + [*self.corpus.problems()]
+        if self.weights and len(self.weights) != len(self.inputs):
+            found.append(
+                f"There are {len(self.weights)} weights for {len(self.inputs)} inputs: give one per input, in the same order."
             )
-        return sentences
+        return found
 
     @cached_property
-    def existing_tokenizer(self) -> "PreTrainedTokenizerBase | None":
+    def existing_tokenizer(self) -> "PreTrainedTokenizerBase | SavedTokenizer | None":
         """Tokenizer that the `tokenizer` setting names, or None if the setting is empty."""
         name = self.vocabulary.tokenizer
-        return None if name is None else vocabulary.load(name)
+        return None if name is None else SavedTokenizer.read(Path(name)) or vocabulary.load(name)
 
     def settings(self) -> dict[str, Any]:
         """Return all settings by flag name, and the content of the files that some of them name."""

@@ -4,17 +4,18 @@ All are ordinary fast Transformers tokenizers and load with `AutoTokenizer`.
 """
 
 import itertools
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from common import schema
-from common.errors import NONSENSE, Problems, UserError, counted
+from common.errors import Problems, UserError, counted
 from common.limits import setting
 from tokenizer.corpus import hub
 from tokenizer.encoding.encode import byte_level_alphabet
@@ -28,21 +29,23 @@ END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"  # tokens with ids 0 and 1
 TRAINED_WORDS = 2_000_000  # number of word occurrences that the trainer gets
 COUNTED_BYTES = 4 << 20  # bytes counted at a time
 COUNTED_WORDS = 2_000_000  # maximum number of distinct words in memory
-# The trainer's time grows with the square of the length of a word: 80,000 letters took 4.2 s, 400,000 took minutes. Up
-# to 4 KB, the time per byte is constant. The trainer needs 100 times the memory of the distinct text; only long words
-# make that large.
+# The trainer's time grows with the square of the length of a word: 80,000 letters took 4.2 s, 400,000 took minutes. Up to
+# 4 KB, the time per byte is constant. The trainer needs 100 times the memory of the distinct text; only long words make that
+# large.
 LONGEST_COUNTED_WORD = 1024  # bytes: the trainer gets longer words in pieces
 COUNTED_PIECE_BYTES = 8_000_000  # total of these pieces, evenly spread
 LARGEST_GAP = 1_000_000  # ids that a tokenizer may leave out below its largest
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # class names in Transformers 5 and 4
+# Files that only Transformers reads.
+OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "additional_chat_templates")
 
 
 @dataclass
 class VocabularyArguments:
     vocab_size: int | None = setting(
         None,
-        "Vocabulary size of a BPE trained on the text (default: 32000). Stores, character tokenizers and existing "
-        "tokenizers have a fixed size: a flag with another value is an error, one in a YAML file is ignored.",
+        "Vocabulary size of a BPE trained on the text (default: 32000). Token stores, character tokenizers and existing "
+        "tokenizers have a fixed size: a flag with another value is an error, and a value in a YAML file is ignored.",
         minimum=1,
         maximum=1_048_576,
     )
@@ -59,14 +62,14 @@ class VocabularyArguments:
 
 def build(
     arguments: VocabularyArguments,
-    existing: "PreTrainedTokenizerBase | None",
+    existing: "PreTrainedTokenizerBase | SavedTokenizer | None",
     texts: Callable[[], Iterable[str]],
     chat_tokens: Iterable[str] = (),
     must_fit: bool = True,
     say: Callable[[str], None] = print,
-) -> "PreTrainedTokenizerBase":
+) -> "PreTrainedTokenizerBase | SavedTokenizer":
     """Return the `existing` tokenizer, or one built from `texts` according to `arguments`.
-    Raise a `UserError` if its size differs from `vocab_size` and `must_fit` is true, or `vocab_size` is too small."""
+    Raise a `UserError` if its size differs from `vocab_size` and `must_fit` is true, or `vocab_size` is too small for a BPE."""
     if existing is not None:
         tokenizer = existing
         check_ids(existing, arguments.tokenizer)
@@ -78,10 +81,10 @@ def build(
         special = [*arguments.special_tokens, *chat_tokens]
         return train_bpe(texts(), size, arguments.pad_token, special, say)  # the caller reports a smaller size
     if must_fit and arguments.vocab_size not in (None, len(tokenizer)):
-        subject = arguments.tokenizer or "the character tokenizer of this text"
-        size = len(tokenizer)
+        of_what = arguments.tokenizer or "the character tokenizer of this text"
         raise UserError(
-            f"vocab_size is {arguments.vocab_size} but {subject} has {size} tokens; set --vocab_size {size}."
+            f"vocab_size is {arguments.vocab_size} but {of_what} has {len(tokenizer)} tokens; "
+            f"set --vocab_size {len(tokenizer)}."
         )
     return tokenizer
 
@@ -89,23 +92,22 @@ def build(
 def problems(arguments: VocabularyArguments, chat_tokens: Iterable[str] = ()) -> list[str]:
     """Return the settings that are impossible or would be ignored, one sentence each."""
     if arguments.tokenizer is not None or arguments.tokenizer_type != "bpe":
-        remedy = "leave out special_tokens, or tokenizer and tokenizer_type"
-        problem = f"special_tokens apply only to a BPE trained on the text; {remedy}."
-        return [problem] if arguments.special_tokens else []
+        ignored = "special_tokens apply only to a BPE trained on the text; leave out special_tokens, or tokenizer and tokenizer_type."
+        return [ignored] if arguments.special_tokens else []
     special = _special_tokens(arguments.pad_token, [*arguments.special_tokens, *chat_tokens])
-    sentences = [
-        f"{token!r} cannot be a special token, because the BPE may create a token of text with the same name; use a "
-        f"name that is not a single word, such as <|{token or 'mark'}|>."
+    found = [
+        f"{token!r} cannot be a special token, because the BPE may create a token of text with the same name; use a name "
+        f"that is not a single word, such as <|{token or 'mark'}|>."
         for token in special
         if _may_be_text(token)
     ]
-    minimum = 256 + len(special)
-    if arguments.vocab_size is not None and arguments.vocab_size < minimum:
-        sentences.append(
-            f"vocab_size {arguments.vocab_size} is too small for a byte-level BPE: it needs {minimum} (256 bytes and "
+    needed = 256 + len(special)
+    if arguments.vocab_size is not None and arguments.vocab_size < needed:
+        found.append(
+            f"vocab_size {arguments.vocab_size} is too small for a byte-level BPE: it needs {needed} (256 bytes and "
             f"{len(special)} special tokens) before the first merge."
         )
-    return sentences
+    return found
 
 
 def _may_be_text(token: str) -> bool:
@@ -117,8 +119,8 @@ def _may_be_text(token: str) -> bool:
     return len(pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)) <= 1
 
 
-def _special_tokens(pad_token: str, tokens: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys([END_OF_TEXT, *([] if pad_token == "none" else [pad_token]), *tokens]))
+def _special_tokens(pad_token: str, more: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys([END_OF_TEXT, *([] if pad_token == "none" else [pad_token]), *more]))
 
 
 def train_bpe(
@@ -146,8 +148,8 @@ def train_bpe(
     counts, cut_words = count_words(texts)
     if cut_words:
         say(
-            f"{counted(cut_words, 'word')} of more than {LONGEST_COUNTED_WORD:,} bytes (text without spaces) cut into "
-            f"pieces for training the BPE; encoding does not cut words."
+            f"{counted(cut_words, 'word')} of more than {LONGEST_COUNTED_WORD:,} bytes (text without spaces) cut into pieces for "
+            f"training the BPE; encoding does not cut words."
         )
     words = _thinned(counts)  # each word is a separate text; they are passed in batches of thousands
     bpe.train_from_iterator(iter(lambda: list(itertools.islice(words, 10_000)), []), trainer)
@@ -161,11 +163,11 @@ def train_bpe(
 
 
 def count_words(texts: Iterable[str]) -> tuple[Counter[bytes], int]:
-    """Count the words of GPT-2's pattern. Also return the number of words that were too long for the trainer.
-    Above COUNTED_WORDS distinct words, words that occurred once are dropped. Above COUNTED_PIECE_BYTES, only every
-    second, fourth ... piece is counted."""
+    """Count the words of GPT-2's pattern. Also return the number of words that were too long for the trainer and were cut.
+    Above COUNTED_WORDS distinct words, words that occurred once are dropped. Above COUNTED_PIECE_BYTES, only every second,
+    fourth ... piece is counted."""
     splitter, counts, cut_words = WordSplitter(), Counter(), 0
-    pieces, number_of_pieces, step = [], 0, 1
+    pieces, seen, step = [], 0, 1
     for batch in blocks(itertools.chain(map(str.encode, texts), [b""]), COUNTED_BYTES):
         if len(counts) > COUNTED_WORDS:
             counts = Counter({word: number for word, number in counts.items() if number > 1})
@@ -176,9 +178,9 @@ def count_words(texts: Iterable[str]) -> tuple[Counter[bytes], int]:
                 continue
             cut_words += number
             for piece in _cut(word):
-                if number_of_pieces % step == 0:
+                if seen % step == 0:
                     pieces.append((piece, number))
-                number_of_pieces += 1
+                seen += 1
         while sum(len(piece) for piece, _ in pieces) > COUNTED_PIECE_BYTES:
             pieces, step = pieces[::2], 2 * step
     del counts[END]
@@ -199,8 +201,8 @@ def _cut(word: bytes) -> Iterator[bytes]:
 
 def _thinned(counts: Counter[bytes]) -> Iterator[str]:
     """Yield words as often as they occur, or proportionally less often if the trainer needs fewer.
-    The trainer would need 40 s to count the words of 115 MB. With an eighth of each count it takes 9 s, and each token
-    has 0.1% less text on average. With all words of a fifth of the text, each token had 2.6% less."""
+    The trainer would need 40 s to count the words of 115 MB. With an eighth of each count it takes 9 s, and each token has
+    0.1% less text on average. With all words of a fifth of the text, each token had 2.6% less."""
     times = max(1, counts.total() // TRAINED_WORDS)
     for word, number in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
         yield from itertools.repeat(word.decode(), (number + times // 2) // times)
@@ -219,6 +221,48 @@ def character_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
     return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
+@dataclass
+class SavedTokenizer:
+    """Tokenizer folder that Transformers 5 wrote. It has Transformers' names for what a store needs, without importing Transformers."""
+
+    folder: Path
+    backend_tokenizer: Tokenizer
+    special_tokens_map: dict[str, str]
+    chat_template: str | None
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """Return the tokenizer, or None if it needs Transformers: it is not a local folder, has another form, or is damaged."""
+        with suppress(Exception):  # the Rust library raises no narrower class
+            config = schema.read(folder / "tokenizer_config.json")
+            is_generic = config["backend"] == "tokenizers" and config["tokenizer_class"] in GENERIC_CLASSES
+            special = {name: token for name, token in config.items() if name.endswith("_token") and token}
+            is_plain = all(isinstance(token, str) for token in special.values())
+            file, template = folder / "tokenizer.json", folder / "chat_template.jinja"
+            if is_generic and is_plain and file.is_file() and not any((folder / name).exists() for name in OTHER_FILES):
+                source = template.read_text(encoding="utf-8") if template.is_file() else None
+                return cls(folder, Tokenizer.from_file(str(file)), special, source)
+        return None
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        return self.backend_tokenizer.get_added_tokens_decoder()
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self.backend_tokenizer.token_to_id(self.special_tokens_map.get("eos_token", ""))
+
+    def __len__(self) -> int:
+        return self.backend_tokenizer.get_vocab_size()
+
+    def save_pretrained(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(self.folder / name, folder / name)
+        if self.chat_template is not None:
+            (folder / "chat_template.jinja").write_text(self.chat_template, encoding="utf-8")
+
+
 def load(name: str | Path) -> "PreTrainedTokenizerBase":
     """Load a fast tokenizer from a folder, a `tokenizer.json` or the Hub. In a file, `<|endoftext|>` ends documents.
     Raise a `UserError` if there is none, or only a slow one."""
@@ -229,8 +273,10 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
         hub.require(str(name), "a tokenizer", "tokenizer.json", "tokenizer_config.json", "vocab.json")
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():  # AutoTokenizer would return an empty one
         raise UserError(f"{name} has no tokenizer.json, so there is no fast tokenizer to load.")
+    from transformers import AutoTokenizer
+
     try:
-        tokenizer = _from_pretrained(folder, str(name))
+        tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
         tokenizer.encode("")  # the first call that fails if a setting has a wrong type
     except Exception as error:  # the Rust library raises no narrower class
         needs_code = "trust_remote_code" in str(error)
@@ -239,18 +285,6 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
     if not tokenizer.is_fast:
         raise UserError(f"{name} is a slow tokenizer; only fast ones (tokenizer.json) are supported.")
     return tokenizer
-
-
-def _from_pretrained(folder: Path, name: str) -> "PreTrainedTokenizerBase":
-    """Load with the class that the folder names. Importing `AutoTokenizer` takes 2 s more than the generic class."""
-    import transformers
-
-    config = {}
-    with suppress(OSError, *NONSENSE):
-        config = schema.read(folder / "tokenizer_config.json", dict[str, Any])
-    if config.get("tokenizer_class") in GENERIC_CLASSES and "auto_map" not in config:
-        return transformers.PreTrainedTokenizerFast.from_pretrained(name)
-    return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def _from_file(path: Path) -> "PreTrainedTokenizerFast":
@@ -264,13 +298,13 @@ def _from_file(path: Path) -> "PreTrainedTokenizerFast":
     return PreTrainedTokenizerFast(tokenizer_object=rust, eos_token=eos)
 
 
-def check_ids(tokenizer: "PreTrainedTokenizerBase", name: object) -> None:
-    """Raise a `UserError` if an id is far above the number of tokens: tables have an entry for each id. Gaps occur."""
-    if (largest := max(tokenizer.get_vocab().values(), default=-1)) >= len(tokenizer) + LARGEST_GAP:
+def check_ids(tokenizer: "PreTrainedTokenizerBase | SavedTokenizer", name: object) -> None:
+    """Raise a `UserError` if an id is far above the number of tokens: tables have an entry for each id. Small gaps occur."""
+    if (largest := max(tokenizer.backend_tokenizer.get_vocab().values(), default=-1)) >= len(tokenizer) + LARGEST_GAP:
         raise UserError(f"{name} has {len(tokenizer):,} tokens, but the id {largest:,}; use another tokenizer.")
 
 
-def save(tokenizer: "PreTrainedTokenizerBase", folder: Path, context: int | None = None) -> None:
+def save(tokenizer: "PreTrainedTokenizerBase | SavedTokenizer", folder: Path, context: int | None = None) -> None:
     """Write the tokenizer, with the model's context length if given. Raise an `OSError` for a full disk."""
     if context is not None:
         tokenizer.model_max_length = context
