@@ -20,7 +20,7 @@ from tokenizer.build import merge
 from tokenizer.build.merge import Merger
 from tokenizer.build.recipe import Recipe
 from tokenizer.build.store_builder import StoreBuilder
-from tokenizer.build.worker import Part, UnitProcessor, share
+from tokenizer.build.worker import Part, UnitProcessor, Workers, share
 from tokenizer.cleaning.cleaning import CleaningArguments
 from tokenizer.cleaning.dedup import DedupArguments
 from tokenizer.corpus import units as corpus
@@ -52,7 +52,7 @@ def builder_of(paths, output, weights=(), dedup="no", fraction=0.1, tokenizer_ty
     corpus, cleaning = CorpusArguments(validation_fraction=fraction), CleaningArguments(["none"])
     vocabulary = VocabularyArguments(258 if tokenizer_type == "bpe" else None, tokenizer_type)
     recipe = Recipe(paths, corpus, vocabulary, cleaning, DedupArguments(dedup), seed, list(weights))
-    builder = StoreBuilder(recipe, output, lambda text: None, 1)
+    builder = StoreBuilder(recipe, output, lambda text: None, Workers(1))
     assert builder.plan.units
     return builder
 

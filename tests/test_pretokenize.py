@@ -16,6 +16,7 @@ from conftest import error_of, prose
 from tokenizer.build.recipe import Recipe
 from tokenizer.build.store_builder import StoreBuilder
 from tokenizer.build.store_builder import pretokenize as make
+from tokenizer.build.worker import Workers
 from tokenizer.corpus.byte_range import last_cut
 from tokenizer.encoding import vocabulary
 from tokenizer.encoding.vocabulary import VocabularyArguments, train_bpe
@@ -79,7 +80,7 @@ def test_second_process_with_the_same_output_is_refused_and_one_with_a_cache_wai
 
 def test_unfinished_cache_of_another_text_is_discarded(tmp_path, text):
     recipe = Recipe([str(text)], vocabulary=VocabularyArguments(vocab_size=300))
-    assert StoreBuilder(recipe, tmp_path / "cache", print, 1, is_cache=True).plan.units
+    assert StoreBuilder(recipe, tmp_path / "cache", print, Workers(1), is_cache=True).plan.units
     text.write_text("other text\n" * 100)
     make(recipe, tmp_path / "cache", is_cache=True)
     assert decoded(tmp_path / "cache") == "other text\n" * 100 + "<|endoftext|>"

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -16,10 +17,9 @@ import pytest
 
 import conftest
 from conftest import REPOSITORY, assert_user_error, error_of, is_running, prose, wait_until
-from tokenizer.build import store_builder
 from tokenizer.build.recipe import Recipe
 from tokenizer.build.store_builder import StoreBuilder, pretokenize
-from tokenizer.build.worker import Part, UnitProcessor, process_units
+from tokenizer.build.worker import Part, UnitProcessor, Workers
 from tokenizer.cleaning.dedup import DedupArguments
 from tokenizer.corpus import units as corpus
 from tokenizer.corpus.units import CorpusArguments
@@ -109,7 +109,7 @@ def recipe_of(texts: Path) -> Recipe:
 @pytest.fixture
 def planned(texts, tmp_path, monkeypatch) -> StoreBuilder:
     monkeypatch.setattr(corpus, "UNIT_BYTES", UNIT_BYTES)
-    builder = StoreBuilder(recipe_of(texts), tmp_path / "store", lambda text: None, 1)
+    builder = StoreBuilder(recipe_of(texts), tmp_path / "store", lambda text: None, Workers(1))
     assert builder.plan.units
     return builder
 
@@ -147,7 +147,9 @@ def test_killed_worker_is_reported_in_one_sentence(planned):
     sentence = (
         r"^A worker process was killed, often because memory ran out\. .*--num_proc 1 it uses the least memory\.$"
     )
-    assert_user_error(sentence, process_units, planned.work, list(range(20)), 2, kill_one)
+    with closing(Workers(2)) as workers:
+        workers.start(20)
+        assert_user_error(sentence, workers.do, planned.work, list(range(20)), kill_one)
     assert not multiprocessing.active_children()
 
 
@@ -188,7 +190,7 @@ def test_missing_disk_space_is_reported_before_the_work(tmp_path, monkeypatch, w
     recipe = Recipe([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], vocabulary=vocabulary, weights=weights)
     for free, fits in ((needed * 2 * 10**6 - 9, False), (needed * 2 * 10**6 + 9, True)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(0, 0, free))
-        builder = StoreBuilder(recipe, tmp_path / "store", lambda text: None, 1)
+        builder = StoreBuilder(recipe, tmp_path / "store", lambda text: None, Workers(1))
         if fits:
             assert builder.plan.units
         else:
@@ -203,7 +205,7 @@ def begun(tmp_path, monkeypatch) -> Path:
     os.mkdir("texts")
     for name in "abc":
         Path(f"texts/{name}.txt").write_text(prose(ord(name), 800))
-    assert StoreBuilder(recipe_of(Path("texts")), Path("store"), print, 1).plan.units
+    assert StoreBuilder(recipe_of(Path("texts")), Path("store"), print, Workers(1)).plan.units
     return tmp_path
 
 
@@ -260,13 +262,13 @@ def test_changed_settings_and_files_are_named_and_undoing_them_resumes(begun):
 
 @pytest.mark.parametrize("change", [lambda text: text + "more", lambda text: ""])
 def test_file_changed_while_it_is_read_is_named(begun, monkeypatch, change):
-    file = Path("texts/b.txt")
+    file, do = Path("texts/b.txt"), Workers.do
 
     def changed_meanwhile(*arguments) -> None:
         file.write_text(change(file.read_text()))
-        process_units(*arguments)
+        do(*arguments)
 
-    monkeypatch.setattr(store_builder, "process_units", changed_meanwhile)
+    monkeypatch.setattr(Workers, "do", changed_meanwhile)
     sentence = r"^texts/b\.txt was changed while it was read: it had [\d,]+ bytes and now has [\d,]+\. "
     assert_user_error(sentence, pretokenize, recipe_of(Path("texts")), Path("store"), lambda text: None)
     assert not Path("store").exists()

@@ -4,12 +4,14 @@ import copy
 import math
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from common.errors import UserError, disk_errors
 from tokenizer.build.recipe import Recipe
 from tokenizer.build.store_builder import StoreBuilder, cores
+from tokenizer.build.worker import Workers
 from tokenizer.corpus import files
 from tokenizer.corpus.byte_range import ByteRange
 from tokenizer.corpus.documents import NO_LIMIT
@@ -98,11 +100,12 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
     if limit.bytes <= LARGE_BYTES or (dataset is None and corpus.text_size <= LARGE_BYTES):
         return None
     say(f"Reading a sample of {data} ...")
-    with disk_errors(folder, RESUMES):
+    workers = Workers(cores())
+    with disk_errors(folder, RESUMES), closing(workers):
         if dataset is not None:
             recipe = replace(recipe, corpus=replace(recipe.corpus, max_bytes=str(SAMPLE_BYTES)))
             corpus = Corpus([data], recipe.corpus)
-        builder = StoreBuilder(recipe, folder / "store", lambda line: None, cores())
+        builder = StoreBuilder(recipe, folder / "store", lambda line: None, workers)
         builder.corpus, builder.inputs = corpus, []
         times = [time.perf_counter()]
         try:

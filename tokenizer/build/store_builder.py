@@ -6,10 +6,11 @@ import math
 import operator
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +28,7 @@ from common.removal import MARK, discard, is_marked, mark, renew
 from tokenizer.build import report
 from tokenizer.build.merge import Merger
 from tokenizer.build.recipe import Recipe
-from tokenizer.build.worker import DocumentSettings, Part, StorePlan, done_parts, process_units
+from tokenizer.build.worker import DocumentSettings, Part, StorePlan, Workers, done_parts
 from tokenizer.cleaning import cleaning
 from tokenizer.cleaning.dedup import MinHasher
 from tokenizer.corpus.byte_range import ByteRange
@@ -69,8 +70,9 @@ def pretokenize(
     folder = folder.resolve() if folder.is_symlink() or not folder.name else folder
     if not os.fsencode(folder).decode(errors="ignore") == str(folder):  # the Rust library cannot write to other names
         raise UserError(f"{str(folder)!a} is not a UTF-8 name; choose another --output.")
-    with disk_errors(folder, RESUMES):
-        builder = StoreBuilder(recipe, folder, say, num_proc or cores(), is_cache)
+    workers = Workers(num_proc or cores())
+    with disk_errors(folder, RESUMES), closing(workers):
+        builder = StoreBuilder(recipe, folder, say, workers, is_cache)
         builder.check_writable()  # before a lock file is written next to the folder
         with _locked(folder, "", wait=is_cache or shard is not None):
             if TokenStore.is_store(folder):
@@ -119,7 +121,7 @@ class StoreBuilder:
     recipe: Recipe
     folder: Path
     say: Callable[[str], None]
-    processes: int
+    workers: Workers
     is_cache: bool = False
 
     def __post_init__(self):
@@ -207,6 +209,7 @@ class StoreBuilder:
         corpus.write_given(self.work / "text")
         files = f"{counted(len(corpus.all_files), 'file')}, {corpus.size / 1e6:.1f} MB"
         self.say(f"Reading {', '.join(recipe.inputs)} ({files}) ...")
+        self.workers.start(corpus.text_size // UNIT_BYTES)
         units = corpus.units()
         settings = DocumentSettings(
             recipe.corpus.sample_by,
@@ -264,6 +267,12 @@ class StoreBuilder:
 
     def _require_room(self, sample: "Sample", itemsize: int) -> None:
         """Raise a `UserError` if the store does not fit on its disk."""
+        # The ids of a part stay on the disk until its last copy is written.
+        copies = [weight if weight <= 1 else weight + 1 for weight in self.corpus.weights]
+        size = sum(map(operator.mul, copies, self.corpus.text_sizes))
+        size *= min(1.0, self.recipe.corpus.limit.bytes / max(1, self.corpus.text_size))
+        if shutil.disk_usage(self.folder.parent).free > itemsize * size:  # a token has a byte of text or more
+            return
         texts, head = sample.texts(), ""
         while len(head) < ESTIMATED_FROM and (text := next(texts, "")):
             head += text[:ESTIMATED_FROM]
@@ -271,12 +280,8 @@ class StoreBuilder:
         kind = encode.CharacterEncoder if encode.is_character(self.rust) else encode.RustEncoder
         ids, _ = kind(self.rust, np.dtype("<u4"))([head.encode()], [encode.NOTHING])
         per_byte = itemsize * len(ids) / max(1, len(head.encode()))
-        # The ids of a part stay on the disk until its last copy is written.
-        copies = [weight if weight <= 1 else weight + 1 for weight in self.corpus.weights]
-        needed = per_byte * sum(map(operator.mul, copies, self.corpus.text_sizes))
-        needed *= min(1.0, self.recipe.corpus.limit.bytes / max(1, self.corpus.text_size))
         remedy = "make room or name an --output on another disk"
-        require_room(self.folder.parent.absolute(), needed, "The tokens will need about", remedy)
+        require_room(self.folder.parent.absolute(), per_byte * size, "The tokens will need about", remedy)
 
     # ---- the work -------------------------------------------------------------------------------------------------------
 
@@ -293,7 +298,7 @@ class StoreBuilder:
             for part in self.do_units([*units], limit.after(counts) if is_serial else limit):
                 left = limit.after(counts)
                 if part.counts.bytes > left.bytes or part.counts.documents > left.documents:
-                    process_units(self.work, [part.unit], 1, parts.append, left)
+                    self.workers.do(self.work, [part.unit], parts.append, left)
                 else:
                     parts.append(part)
                 if parts[-1].is_cut:
@@ -320,7 +325,8 @@ class StoreBuilder:
                 megabytes = (counts.bytes - bytes_before) / 1e6
                 progress.advance(f"{megabytes:,.0f} MB, {megabytes / (time.monotonic() - started):.1f} MB/s")
 
-            process_units(self.work, missing, self.processes, on_part, limit)
+            self.workers.start(len(missing))
+            self.workers.do(self.work, missing, on_part, limit)
         return [parts[unit] for unit in units]
 
     def finish(self, merge_only: bool) -> TokenStore:
@@ -338,6 +344,7 @@ class StoreBuilder:
             counts.add(part.counts)
             outcomes = cleaning.merged(outcomes, part.outcomes)
             lost += part.lost_bytes
+        self.workers.close()  # merging may need their memory
         self._refuse_changed_files()
         self.corpus.audit.check(counts)
         if lost > TOLERATED_SHARE * counts.bytes:

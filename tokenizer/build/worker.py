@@ -5,8 +5,6 @@ The folder of unfinished work contains `plan.json`, `store/` with the tokenizer,
 000012.train, 000012.val   token ids
 000012.rows                one row per piece of a document, in order
 000012.json                counts, and hashes of the other files, written last: without it, the part does not exist
-
-Processes are forked, so that they share the libraries that the main process has imported.
 """
 
 import ctypes
@@ -21,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any, BinaryIO, Literal
@@ -275,40 +274,55 @@ def done_parts(folder: Path, units: list[int]) -> list[Part]:
     return list(filter(None, (Part.read(folder, number) for number in units)))
 
 
-def process_units(
-    folder: Path, units: list[int], processes: int, on_part: Callable[[Part], None], limit: Limit = NO_LIMIT
-) -> None:
-    """Process `units`, each up to the limit, and pass each part to `on_part`.
-    Raise a `UserError` with the first problem of any unit, or if a worker process was killed."""
-    if min(processes, len(units)) < 2:  # a single unit is not worth a process of its own
-        processor = UnitProcessor(folder) if units else None
-        for number in units:
-            on_part(processor.process(number, limit))
-        return
-    import datasets  # noqa: F401  once, before the processes are forked
+class Workers:
+    """Processes for units of work. They are forked before this process plans the work, because then it has few threads
+    and little memory, and they import `datasets` meanwhile."""
 
-    others, context = multiprocessing.active_children(), multiprocessing.get_context(START_METHOD)
-    with ProcessPoolExecutor(min(processes, len(units)), context, _begin, (folder,)) as pool:
+    def __init__(self, most: int):
+        self.most = most
+        self.pool: ProcessPoolExecutor | None = None
+        self.processes: set[multiprocessing.Process] = set()
+
+    def start(self, units: int) -> None:
+        """Start a process per unit, up to `most`, if none was started. A single unit is not worth a process."""
+        count = min(self.most, units)
+        if self.pool is not None or count < 2:
+            return
+        others, context = multiprocessing.active_children(), multiprocessing.get_context(START_METHOD)
+        self.pool = ProcessPoolExecutor(count, context, _begin)
+        with warnings.catch_warnings():  # Python 3.12 warns of threads, but no worker uses those of its parent
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pool.submit(int)  # starts all of them
+        self.processes = set(multiprocessing.active_children()) - set(others)
+
+    def do(self, folder: Path, units: list[int], on_part: Callable[[Part], None], limit: Limit = NO_LIMIT) -> None:
+        """Process `units`, each up to the limit, and pass each part to `on_part`. Without processes, use this one.
+        Raise a `UserError` with the first problem of any unit, or if a process was killed."""
+        if self.pool is None:
+            processor = UnitProcessor(folder) if units else None
+            for number in units:
+                on_part(processor.process(number, limit))
+            return
         try:
-            with warnings.catch_warnings():  # Python 3.12 warns of threads, but no worker uses those of its parent
-                warnings.simplefilter("ignore", DeprecationWarning)
-                parts = [pool.submit(_process, number, limit) for number in units]
-            for part in as_completed(parts):
+            for part in as_completed([self.pool.submit(_process, folder, number, limit) for number in units]):
                 on_part(part.result())
-        except BaseException as error:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in set(multiprocessing.active_children()) - set(others):
+        except BrokenProcessPool as error:
+            raise UserError(
+                "A worker process was killed, often because memory ran out. The same command resumes; with --num_proc 1 "
+                "it uses the least memory."
+            ) from error
+
+    def close(self) -> None:
+        """End all processes, also those that still work."""
+        if self.pool is not None:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+            for process in self.processes:
                 process.kill()
                 process.join()
-            if isinstance(error, BrokenProcessPool):
-                raise UserError(
-                    "A worker process was killed, often because memory ran out. The same command resumes; with "
-                    "--num_proc 1 it uses the least memory."
-                ) from error
-            raise
+            self.pool = None
 
 
-def _begin(folder: Path) -> None:
+def _begin() -> None:
     """Prepare a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group, but only the main process handles it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -319,7 +333,7 @@ def _begin(folder: Path) -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_TRIM_THRESHOLD, 1 << 28)
         mallopt(M_MMAP_THRESHOLD, 1 << 25)
-    _processors.append(UnitProcessor(folder))
+    import datasets  # noqa: F401  now, while the main process plans
 
 
 def _end_with_parent() -> None:
@@ -327,8 +341,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _process(number: int, limit: Limit) -> Part:
-    return _processors[0].process(number, limit)
+def _process(folder: Path, number: int, limit: Limit) -> Part:
+    return _processor(folder).process(number, limit)
 
 
-_processors: list[UnitProcessor] = []  # the one of this worker process
+_processor = cache(UnitProcessor)

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,12 +56,15 @@ class GivenDataset:
             if rows:
                 content = part._fingerprint
             else:
-                content = json.dumps([*itertools.islice(self.records(split), COMPARED_RECORDS)], default=str)
+                with closing(self.records(split)) as records:
+                    content = json.dumps([*itertools.islice(records, COMPARED_RECORDS)], default=str)
             identity.append([f"{self.name}/{split}", rows, int(hashlib.sha256(content.encode()).hexdigest()[:15], 16)])
         return identity
 
     def records(self, split: str, column: str | None = None) -> Iterator[dict[str, Any]]:
-        """Yield the records of a split, or only one column of them. Raise a `UserError` if the dataset fails."""
+        """Yield the records of a split, or only one column of them. Raise a `UserError` if the dataset fails.
+        Close the iterator before another one begins: `datasets` shares state between them, and threads that still
+        prefetch for one would make the other skip a record."""
         part = self.splits[split].with_format(None)
         try:
             if column is None or not hasattr(part, "num_rows"):

@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -201,8 +202,8 @@ class Corpus:
         for entry, dataset in self.given.items():
             files = self.files[self.inputs.index(entry)]
             for split in dataset.splits:
-                head = itertools.islice(dataset.records(split), SAMPLED_RECORDS)
-                column = self._column(dataset.name, head, self.arguments.text_column)
+                with closing(dataset.records(split)) as records:
+                    column = self._column(dataset.name, records, self.arguments.text_column)
                 path = folder / dataset.name / f"{split}.jsonl"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 dataset.write(split, column or TEXT_COLUMNS[0], path, self.arguments.limit)

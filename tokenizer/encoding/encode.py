@@ -13,9 +13,10 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common.errors import UserError
-from tokenizer.encoding.words import END, WordSplitter
+from tokenizer.encoding.words import END, WordSplitter, blocks
 
 NOTHING = -1  # no token follows the text
+TEXT_BYTES = 4096  # of words that are encoded together: the fastest of 300 to 16,000
 REMEMBERED_WORDS, REMEMBERED_IDS = 500_000, 4_000_000  # words and ids in memory, at most about 100 MB
 # Longer words are encoded in overlapping windows: Rust needs 45 bytes of memory per byte, and its time per byte grows with
 # the length of the word.
@@ -42,7 +43,7 @@ def load_rust(file: Path) -> Tokenizer:
 def encoder(rust: Tokenizer, dtype: np.dtype) -> Encoder:
     if is_character(rust):
         return CharacterEncoder(rust, dtype)
-    if has_gpt2_words(rust) and is_plain(rust) and has_ordered_merges(rust):
+    if has_gpt2_words(rust) and is_plain(rust) and has_separate_words(rust):
         return WordEncoder(rust, dtype)
     return RustEncoder(rust, dtype)
 
@@ -62,11 +63,13 @@ def is_plain(rust: Tokenizer) -> bool:
     return plain and byte_level_alphabet().keys() <= rust.get_vocab(with_added_tokens=False).keys()
 
 
-def has_ordered_merges(rust: Tokenizer) -> bool:
-    """Return whether a BPE uses each token only after the last merge that produces it. Training ensures that."""
+def has_separate_words(rust: Tokenizer) -> bool:
+    """Return whether a BPE uses each token only after the last merge that produces it, and never merges the byte 0xFF,
+    which UTF-8 does not contain. Training ensures both."""
     merges = [tuple(merge) for merge in json.loads(rust.to_str())["model"]["merges"]]
     produced = {left + right: rank for rank, (left, right) in enumerate(merges)}
-    return all(produced.get(token, -1) < rank for rank, merge in enumerate(merges) for token in merge)
+    is_ordered = all(produced.get(token, -1) < rank for rank, merge in enumerate(merges) for token in merge)
+    return is_ordered and not any(END.decode("latin-1") in token for token in produced)
 
 
 def is_character(rust: Tokenizer) -> bool:
@@ -91,11 +94,13 @@ class WordEncoder:
 
     def __init__(self, rust: Tokenizer, dtype: np.dtype):
         self.model, self.dtype = rust.model, dtype
-        self.words = Tokenizer(rust.model)  # encodes words that are separated by spaces: byte-level names contain none
-        self.words.pre_tokenizer = pre_tokenizers.CharDelimiterSplit(" ")
+        self.words = Tokenizer(
+            rust.model
+        )  # without a pattern: it receives words that END separates, which never merges
         self.splitter = WordSplitter()
         self.names = {byte: character for character, byte in byte_level_alphabet().items()}
         vocabulary = rust.get_vocab(with_added_tokens=False)
+        self.end = vocabulary[self.names[END[0]]]
         self.lengths = np.zeros(max(vocabulary.values()) + 1, dtype=np.int64)  # bytes of each token
         self.lengths[list(vocabulary.values())] = list(map(len, vocabulary))
         self._forget()
@@ -146,15 +151,12 @@ class WordEncoder:
 
     def _encode(self, words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of words, (n,), and the number of ids per word, (words,) int32.
-        All words become one `Encoding`: one per word would double the time."""
-        named = END.join(words).decode("latin-1").translate(self.names | {0xFF: " "})
-        [encoding] = self.words.encode_batch_fast([named], add_special_tokens=False)
-        ids = np.array(encoding.ids, dtype=self.dtype)
-        bounds = np.cumsum(list(map(len, words)), dtype=np.int64)
-        until = (
-            np.searchsorted(self.lengths[ids].cumsum(), bounds) + 1
-        )  # a word ends with the id that reaches its last byte
-        return ids, np.diff(until, prepend=0).astype(np.int32)
+        Some kilobytes of words become one `Encoding`: one per word would double the time."""
+        texts = [END.join([*block, b""]).decode("latin-1").translate(self.names) for block in blocks(words, TEXT_BYTES)]
+        encodings = self.words.encode_batch_fast(texts, add_special_tokens=False)
+        ids = np.concatenate([np.zeros(0, self.dtype), *(np.array(each.ids, self.dtype) for each in encodings)])
+        is_end = ids == self.end
+        return ids[~is_end], np.diff(np.flatnonzero(is_end), prepend=-1).astype(np.int32) - 1
 
     def _encode_long(self, word: bytes) -> np.ndarray:
         """Return the ids of a word of any length, (n,).
