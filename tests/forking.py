@@ -20,7 +20,7 @@ from pathlib import Path
 
 LIBRARIES = "accelerate rich.markdown rich.progress torch._dynamo torch._inductor transformers.models.auto "
 LIBRARIES += "transformers.modeling_layers transformers.models.gpt2.modeling_gpt2 transformers.processing_utils"
-OURS = ("benchmarks.", "examples.", "modeling_gpt2scratch.", "publishing.", "training.")
+PACKAGES = ("accelerate.commands.", "benchmarks.", "examples.", "modeling_gpt2scratch.", "publishing.", "training.")
 
 
 class ForkServer:
@@ -41,9 +41,9 @@ class ForkServer:
         return requests
 
     def can_run(self, command: list[str], environment: dict[str, str]) -> bool:
-        """Return whether a command is one of this project, in the environment in which the libraries were imported."""
-        is_ours = command[0].endswith(".py") or (command[0] == "-m" and command[1].startswith(OURS))
-        return is_ours and environment == self.environment
+        """Return whether a command is a launcher or one of this project, in the environment of the server."""
+        is_known = command[0].endswith(".py") or (command[0] == "-m" and command[1].startswith(PACKAGES))
+        return is_known and environment == self.environment
 
     def close(self) -> None:
         if self.process:

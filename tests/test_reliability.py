@@ -190,7 +190,8 @@ def test_python_and_accelerate_launch_give_the_same_run(start, tmp_path):
 
 def test_a_launcher_that_starts_one_process_instead_of_two_is_refused(launch, tmp_path):
     launcher_flags = ("--cpu", "--num_processes", "2")
-    result = launch(*ACCELERATE, *launcher_flags, "train_accelerate.py", "--output_dir", tmp_path / "run")
+    command = (*ACCELERATE, *launcher_flags, "train_accelerate.py", "--output_dir", tmp_path / "run")
+    result = launch(*command, fresh=True)  # the run reads the launcher's command line
     sentence = result.stderr.splitlines()[-1]
     assert sentence.startswith("error: accelerate launch was asked for several processes but started one")
     assert (result.returncode, list(tmp_path.iterdir())) == (1, [])
