@@ -156,6 +156,10 @@ INSTEAD = {
         BIBLE: "needs the text of a Debian package",
         f"{TRAIN} --config presets/tinystories_15m_modern.yaml --data bible.txt --tokens_per_step 4096 --max_steps 800 --eval_steps 200 --save_steps 200 --output_dir runs/bible": "takes long",
     },
+    "tests/test_imported.py": {
+        "python -m tokenizer.pretokenize --import_tokens train.bin --val val.bin --dtype uint16 "
+        "--tokenizer openai-community/gpt2 --output data/gpt2": "needs the Hub"
+    },
     "tests/test_pretrained.py": {f"{TRAIN} --init_from openai-community/gpt2 --data my.txt": "needs the Hub"},
     "tests/test_training.py": {
         f"{TRAIN} --config presets/shakespeare_char.yaml --data tinyshakespeare.txt": "ran with --profile",
@@ -260,7 +264,7 @@ def program_of(command: str) -> str:
     return match[0] if match else command
 
 
-TESTED = [command for command in commands() if not (substitute(command) or "").startswith("tests/")]
+TESTED = [command for command in commands() if not (substitute(command) or "tests/").startswith("tests/")]
 FIRST = {program_of(substitute(command)): command for command in reversed(TESTED)}
 
 
