@@ -164,8 +164,10 @@ class FlagParser:
 
     def _read_file(self, path: Path, problems: Problems) -> dict[str, Any]:
         """Return the values in a file that are right."""
-        values: dict[str, Any] = {}
-        for name, content in read_yaml(path, as_text=True).items():
+        values, settings = {}, read_yaml(path, as_text=True)
+        if {"architectures", "model_type"} <= settings.keys():
+            raise UserError(f"{path} describes a model, not a run; name a settings file, such as presets/gpt2.yaml.")
+        for name, content in settings.items():
             location, words = f" in {path}", content if isinstance(content, list) else [content]
             if name not in self.limits:
                 self._add_unknown("key", name, problems, f"{path}: ")

@@ -31,6 +31,7 @@ WEIGHTS, SHARDS, INDEX = "model.safetensors", "model-*-of-*.safetensors", "model
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 OLD_TOKENIZER = ("vocab.json", "merges.txt", "added_tokens.json")
 MISFIT = "its weights do not fit its config.json"
+LFS_POINTER = b"version https://git-lfs"
 LAYERS = ("n_layer", "num_hidden_layers", "num_layers", "n_layers")
 MAX_LABELS = 1_000_000
 # Settings of a config.json that make Transformers read other weight files or quantized weights.
@@ -227,6 +228,9 @@ def _stored_types(folder: Path) -> dict[str, str]:
     """Return the type of each tensor (F32, BF16, I64 ...) from the headers of the safetensors files."""
     types = {}
     for path in _weight_files(folder):
+        with path.open("rb") as file:
+            if file.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ModelError(f"{path.name} is a pointer of Git LFS, not the weights; run git lfs pull")
         with safe_open(path, framework="pt") as file:
             types |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  not a mapping
     return types

@@ -260,6 +260,7 @@ def test_wrong_flags_keys_and_values_are_reported_together(yaml):
         ("1: 2", ("Unknown key 1.",)),
         *((text + "[" * 5000, ("is not valid YAML: maximum recursion depth",)) for text in ("", "name: ")),
         ('name: "\\UFFFFFFFF"', ("is not valid YAML",)),
+        ('{"model_type": "gpt2", "architectures": ["A"]}', ("describes a model, not a run; name a settings file",)),
         ("#" * 2_000_000, ("a settings file may have at most 1,048,576.",)),
     ],
 )

@@ -113,6 +113,7 @@ def linked(name: str):
         (written("tokenizer_config.json", "[" * 100_000), "has no usable tokenizer"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json is missing"),
         (lambda folder: character_tokenizer(["abcde"]).save_pretrained(folder), "ids up to 4, but its model has only 4 embeddings"),
+        (rewritten(lambda content: b"version https://git-lfs.github.com/spec/v1\n"), "pointer of Git LFS, .*; run git lfs pull"),
         (rewritten(lambda content: content[:-10]), "Error while deserializing header"),
         (rewritten(lambda content: content.replace(b'"F32"', b'"I32"')), r"wte\.weight has type I32"),
         (with_weights(extra=torch.zeros(3)), "extra is unknown"),
