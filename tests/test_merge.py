@@ -66,7 +66,7 @@ def with_parts(builder: StoreBuilder) -> StoreBuilder:
 
 
 def finished(builder: StoreBuilder) -> TokenStore:
-    return with_parts(builder).finish(merge_only=True)
+    return with_parts(builder).finish(is_merge=True)
 
 
 def store_of(folder: Path, *inputs: list[str], **settings) -> TokenStore:

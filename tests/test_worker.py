@@ -119,7 +119,7 @@ def test_unit_order_does_not_change_the_store(planned, expected, tmp_path):
     assert len(processor.units) > 20
     for number in random.Random(0).sample(range(len(processor.units)), len(processor.units)):
         processor.process(number)
-    planned.finish(merge_only=True)
+    planned.finish(is_merge=True)
     assert contents(tmp_path / "store") == expected
 
 
@@ -278,9 +278,9 @@ def test_files_added_to_the_output_during_the_work_are_kept(planned, tmp_path):
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "notes.txt").write_text("mine")
     sentence = "store exists and is not an empty folder; choose another --output"
-    assert_user_error(sentence, planned.finish, merge_only=False)
+    assert_user_error(sentence, planned.finish, is_merge=False)
     shutil.rmtree(tmp_path / "store")
-    planned.finish(merge_only=False)
+    planned.finish(is_merge=False)
     assert TokenStore.is_store(tmp_path / "store")
 
 

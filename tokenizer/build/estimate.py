@@ -111,7 +111,7 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
         try:
             _ = builder.plan
             times.append(time.perf_counter())
-            store = builder.finish(merge_only=False)
+            store = builder.finish(is_merge=False)
         except UserError as error:
             raise UserError(f"In a sample of {data}: {str(error).replace(recipe.inputs[0], 'it', 1)}") from error
         planning, working = times[1] - times[0], time.perf_counter() - times[1]

@@ -1,10 +1,9 @@
-"""Export a token store: as one packed file, or as a dataset for the Hub, parquet files of token ids with a dataset card."""
+"""Export a token store: as one packed file, or as a dataset for the Hub, parquet files of ids with a dataset card."""
 
 import itertools
 import shlex
 import shutil
 import tarfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from tokenizer.build import report
 from tokenizer.build.recipe import Recipe
 from tokenizer.corpus.files import PACKED_STORE
 from tokenizer.corpus.hub import HubDataset
-from tokenizer.store.store import HUB_SPLITS, SPLITS, STORE_FILES, Metadata, TokenStore, index_file, tokens_file
+from tokenizer.store.store import HUB_SPLITS, SPLITS, STORE_FILES, Metadata, TokenStore
 
 # Level 3 compresses Shakespeare and Python sources to 47% at 150-180 MB/s per core; level 12 to 43% at 22 MB/s.
 ZSTD_LEVEL = 3
@@ -24,14 +23,13 @@ COPIED_BYTES = 1 << 20  # bytes packed at a time
 ROW_TOKENS = 1 << 20  # maximum tokens of a row; a longer document continues in the next
 GROUP_TOKENS = 1 << 22  # tokens per row group, which a writer and a reader hold in memory
 SHARD_BYTES = 1 << 29  # bytes of ids per file
-BLOCK_DOCUMENTS = 1 << 18  # documents whose rows are computed at a time
 MADE_OF = b"token_store"  # key of the store's identity in the parquet metadata
 NO_FLAGS = ("input", "tokenizer_json", "chat_template_source")  # settings that are not flags of the command
 SIZE_CATEGORIES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "n>1B")
 
 
 def to_archive(store: TokenStore) -> Path:
-    """Pack a store into `NAME.tar.zst` next to it, unless it is already packed there. The same store gives the same bytes."""
+    """Pack a store into `NAME.tar.zst` next to it, unless it is already there. The same store gives the same bytes."""
     import zstandard
 
     store.require_indexes()
@@ -43,7 +41,7 @@ def to_archive(store: TokenStore) -> Path:
     store.check_hashes()
     files = {file for pattern in STORE_FILES for file in store.folder.glob(pattern) if file.is_file()}
     compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, threads=-1, write_checksum=True)
-    with disk_errors(path), unfinished_path(path, ".packing") as unfinished, unfinished.open("wb") as archive:
+    with disk_errors(path), unfinished_path(path, ".packing") as draft, draft.open("wb") as archive:
         with (
             compressor.stream_writer(archive, closefd=False) as stream,
             tarfile.open(fileobj=stream, mode="w|", format=tarfile.GNU_FORMAT, copybufsize=COPIED_BYTES) as tar,
@@ -76,11 +74,11 @@ def to_parquet(store: TokenStore) -> Path:
         raise UserError(f"{folder} exists and is not an export of {store.folder}; move it away or delete it.")
     store.check_hashes()
     files = ("data/*.parquet", "tokenizer/*", "README.md")
-    with disk_errors(folder), unfinished_path(folder.resolve(), ".exporting", files) as unfinished:
-        (unfinished / "data").mkdir()
-        rows = sum(_write_shards(store, split, unfinished / "data") for split in SPLITS)
-        shutil.copytree(store.folder / "tokenizer", unfinished / "tokenizer")
-        (unfinished / "README.md").write_text(_card(store, rows), encoding="utf-8")
+    with disk_errors(folder), unfinished_path(folder.resolve(), ".exporting", files) as draft:
+        (draft / "data").mkdir()
+        rows = sum(_write_shards(store, split, draft / "data") for split in SPLITS)
+        shutil.copytree(store.folder / "tokenizer", draft / "tokenizer")
+        (draft / "README.md").write_text(_card(store, rows), encoding="utf-8")
     return folder
 
 
@@ -101,43 +99,31 @@ def _write_shards(store: TokenStore, split: str, folder: Path) -> int:
     import pyarrow as pa
     from pyarrow import parquet
 
-    dtype = np.dtype(store.metadata.dtype)
-    ids_type = pa.list_(pa.from_numpy_dtype(dtype))
-    schema = pa.schema([("document", pa.int64()), ("input_ids", ids_type)], {MADE_OF: store.metadata.identity})
-    shard_tokens = SHARD_BYTES // dtype.itemsize
-    rows, shards = 0, -(-getattr(store.metadata, split).tokens // shard_tokens)
-    with (store.folder / tokens_file(split)).open("rb") as file:
-        groups = _row_groups(store.folder / index_file(split))
-        for number, of_shard in itertools.groupby(
-            groups, lambda group: min(int(group[1][0]) // shard_tokens, shards - 1)
-        ):
-            path = folder / f"{HUB_SPLITS[split]}-{number:05d}-of-{shards:05d}.parquet"
-            # No dictionary: it packs ids into odd numbers of bits, which zstd compresses to 71% instead of 59%.
-            with parquet.ParquetWriter(path, schema, compression="zstd", use_dictionary=False) as writer:
-                for document, starts, ends in of_shard:
-                    ids = np.fromfile(file, dtype=dtype.newbyteorder("<"), count=int(ends[-1] - starts[0]))
-                    bounds = pa.array(np.append(starts, ends[-1]) - starts[0], pa.int32())
-                    lists = pa.ListArray.from_arrays(bounds, pa.array(ids))
-                    writer.write_table(pa.Table.from_arrays([pa.array(document), lists], schema=schema))
-                    rows += len(document)
-    return rows
-
-
-def _row_groups(index: Path) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield the document number, start and end of rows, in tokens, (n,) int64 each.
-    A group ends where a row passes a multiple of GROUP_TOKENS, so that each group is in one shard."""
-    number = start = 0
-    with index.open("rb") as file:
-        while len(stops := np.fromfile(file, dtype="<i8", count=BLOCK_DOCUMENTS)):
-            starts = np.concatenate([[start], stops[:-1]])
-            rows = -(-(stops - starts) // ROW_TOKENS)  # number of rows per document
-            document = np.repeat(np.arange(len(stops)), rows)
-            nth = np.arange(len(document)) - np.repeat(np.cumsum(rows) - rows, rows)
-            first = starts[document] + nth * ROW_TOKENS
-            last = np.minimum(first + ROW_TOKENS, stops[document])
-            cuts = np.flatnonzero(np.diff(first // GROUP_TOKENS)) + 1
-            yield from zip(*(np.split(array, cuts) for array in (number + document, first, last)), strict=True)
-            number, start = number + len(stops), int(stops[-1])
+    tokens, offsets = store.memory_map(split), store.offsets(split)
+    schema = pa.schema(
+        [("document", pa.int64()), ("input_ids", pa.list_(pa.from_numpy_dtype(tokens.dtype.newbyteorder("="))))],
+        {MADE_OF: store.metadata.identity},
+    )
+    counts = -(-np.diff(offsets) // ROW_TOKENS)  # (documents,) rows per document
+    document = np.repeat(np.arange(len(counts)), counts)  # (rows,)
+    nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    bounds = np.append(offsets[document] + nth * ROW_TOKENS, len(tokens))  # (rows + 1,) in tokens
+    shard_tokens = SHARD_BYTES // tokens.itemsize
+    shards = -(-len(tokens) // shard_tokens)
+    # A group ends where a row passes a multiple of GROUP_TOKENS, so that each group is in one shard.
+    groups = np.split(np.arange(len(document)), np.flatnonzero(np.diff(bounds[:-1] // GROUP_TOKENS)) + 1)
+    for number, of_shard in itertools.groupby(
+        groups, lambda rows: min(int(bounds[rows[0]]) // shard_tokens, shards - 1)
+    ):
+        path = folder / f"{HUB_SPLITS[split]}-{number:05d}-of-{shards:05d}.parquet"
+        # No dictionary: it packs ids into odd numbers of bits, which zstd compresses to 71% instead of 59%.
+        with parquet.ParquetWriter(path, schema, compression="zstd", use_dictionary=False) as writer:
+            for rows in of_shard:
+                ends = bounds[rows[0] : rows[-1] + 2]
+                ids = pa.array(tokens[ends[0] : ends[-1]])
+                lists = pa.ListArray.from_arrays(pa.array(ends - ends[0], pa.int32()), ids)
+                writer.write_table(pa.Table.from_arrays([pa.array(document[rows]), lists], schema=schema))
+    return len(document)
 
 
 def _card(store: TokenStore, rows: int) -> str:

@@ -1,29 +1,27 @@
 """Make a token store of tokens that another program wrote: headerless binaries, such as nanoGPT's `train.bin`."""
 
-import json
-import shlex
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from common import schema
-from common.atomic import unfinished_path, write_atomic
+from common.atomic import unfinished_path
 from common.errors import NONSENSE, Problems, UserError, disk_errors
 from common.limits import setting
 from tokenizer.build import report
 from tokenizer.build.recipe import SEED
+from tokenizer.build.store_builder import check_writable, open_finished
 from tokenizer.corpus.documents import Counts
 from tokenizer.corpus.file_finder import TextFile
 from tokenizer.encoding import encode, vocabulary
-from tokenizer.store.store import RESUMES, STORE_FILES, TokenStore, dtype_of, finish, index_file, tokens_file
+from tokenizer.store.store import RESUMES, STORE_FILES, TokenStore, dtype_of, index_file, tokens_file
 
 BLOCK_TOKENS = 1 << 24
 SCANNED_IDS = 100_000  # to recognize a wrong type
-DTYPES = ("uint16", "int16", "uint32", "int32", "int64")
+Dtype = Literal["uint16", "int16", "uint32", "int32", "int64"]
 
 
 @dataclass
@@ -31,7 +29,7 @@ class ImportArguments:
     import_tokens: str | None = setting(
         None, "Make a store of a headerless file of token ids instead of text, such as nanoGPT's train.bin."
     )
-    dtype: Literal["uint16", "int16", "uint32", "int32", "int64"] | None = setting(
+    dtype: Dtype | None = setting(
         None, "Type of these ids; by default that in NAME_metadata.json next to NAME.bin, if there is one."
     )
     val: str | None = setting(None, "File of ids for validation; by default the end of --import_tokens.")
@@ -45,11 +43,12 @@ class ImportArguments:
             return
         if tokenizer is None:
             yield "--import_tokens needs --tokenizer: the folder, tokenizer.json or Hub id that the ids belong to."
-        recorded = recorded_dtype(Path(self.import_tokens))
-        if None not in (self.dtype, recorded) and self.dtype != recorded:
-            yield f"--dtype is {self.dtype}, but the metadata next to {self.import_tokens} state {recorded}."
-        if self.dtype is None and recorded is None:
-            yield f"--import_tokens needs --dtype ({', '.join(DTYPES)}): the file itself does not state its type."
+        dtype = recorded_dtype(Path(self.import_tokens))
+        if None not in (self.dtype, dtype) and self.dtype != dtype:
+            yield f"--dtype is {self.dtype}, but the metadata next to {self.import_tokens} state {dtype}."
+        if self.dtype is dtype is None:
+            types = ", ".join(get_args(Dtype))
+            yield f"--import_tokens needs --dtype ({types}): the file itself does not state its type."
 
 
 def recorded_dtype(path: Path) -> str | None:
@@ -58,7 +57,7 @@ def recorded_dtype(path: Path) -> str | None:
         dtype = schema.read(path.with_name(f"{path.stem}_metadata.json"), dict[str, Any]).get("dtype")
     except (OSError, *NONSENSE):
         return None
-    return dtype if dtype in DTYPES else None
+    return dtype if dtype in get_args(Dtype) else None
 
 
 class ImportedSplit:
@@ -94,30 +93,25 @@ class ImportedSplit:
         one is near. Raise a `UserError` for a single token."""
         if len(self.ids) < 2:
             raise UserError(f"{self.path} has one token, which cannot be divided; give --val.")
-        wanted = min(len(self.ids) - 1, max(1, round(len(self.ids) * (1 - fraction))))
-        nearest = int(self.ends[np.argmin(np.abs(self.ends - wanted))])
-        is_near = abs(nearest - wanted) < len(self.ids) * fraction / 2
-        return nearest if is_near and nearest < len(self.ids) else wanted
+        target = min(len(self.ids) - 1, max(1, round(len(self.ids) * (1 - fraction))))
+        nearest = int(self.ends[np.argmin(np.abs(self.ends - target))])
+        is_near = abs(nearest - target) < len(self.ids) * fraction / 2
+        return nearest if is_near and nearest < len(self.ids) else target
 
-    def write(self, folder: Path, split: str, start: int, stop: int, lengths: np.ndarray, dtype: str) -> tuple:
-        """Write a part of the ids and its index. Return its numbers of tokens, documents and bytes of text."""
-        n_bytes = 0
+    def write(self, folder: Path, split: str, start: int, stop: int, lengths: np.ndarray) -> tuple[int, int, int]:
+        """Write a part of the ids and its index. Return its numbers of tokens, documents and bytes of text.
+        `lengths`: bytes of text per token, (vocab_size,)."""
+        n_bytes, dtype = 0, np.dtype(dtype_of(len(lengths))).newbyteorder("<")
         with (folder / tokens_file(split)).open("wb") as file:
-            for block in self._blocks(start, stop):
+            for first in range(start, stop, BLOCK_TOKENS):
+                block = self.ids[first : min(first + BLOCK_TOKENS, stop)]
                 n_bytes += int(lengths[block].sum())
-                _write(file, block.astype(np.dtype(dtype).newbyteorder("<")))
+                file.write(block.astype(dtype))  # `tofile` does not report why it fails
         ends = self.ends[(self.ends > start) & (self.ends < stop)].tolist()
+        index = np.array([*ends, stop], dtype="<u8") - np.uint64(start)
         with (folder / index_file(split)).open("wb") as file:
-            _write(file, np.array([*ends, stop], dtype="<u8") - np.uint64(start))
-        return stop - start, len(ends) + 1, n_bytes
-
-    def _blocks(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        for first in range(start, stop, BLOCK_TOKENS):
-            yield self.ids[first : min(first + BLOCK_TOKENS, stop)]
-
-
-def _write(file: BinaryIO, array: np.ndarray) -> None:
-    file.write(array)  # `tofile` does not report why it fails
+            file.write(index)
+        return stop - start, len(index), n_bytes
 
 
 def import_store(
@@ -126,20 +120,13 @@ def import_store(
     """Make the store in `folder`, or open it if it was made of the same files. `name` is the tokenizer.
     Raise a `UserError` if files, types or ids are wrong, or `folder` contains something else."""
     paths = [Path(path).expanduser() for path in (arguments.import_tokens, arguments.val) if path is not None]
-    files = [TextFile.at(path) for path in paths]
-    inputs = [[file.path, file.size, file.modified] for file in files]
+    inputs = [[file.path, file.size, file.modified] for file in map(TextFile.at, paths)]
     dtype = arguments.dtype or recorded_dtype(paths[0])
     settings = {**vars(arguments), "dtype": dtype, "tokenizer": name, "cleaning": [], "dedup": "no", "seed": SEED}
     settings["validation_fraction"] = fraction
     if TokenStore.is_store(folder):
-        store = TokenStore(folder)
-        same = store.metadata.settings == settings and json.loads((folder / "inputs.json").read_text()) == inputs
-        if not same:
-            raise UserError(f"{folder} was made of other files or settings; choose another --output or delete it.")
-        say(f"{folder} already contains these tokens.")
-        return store
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not an empty folder; choose another --output.")
+        return open_finished(folder, settings, inputs, say)
+    check_writable(folder)
     tokenizer = vocabulary.load(name)
     vocabulary.check_ids(tokenizer, name)
     size, eos, problems = len(tokenizer), tokenizer.eos_token_id, Problems()
@@ -147,22 +134,19 @@ def import_store(
     problems.refuse()
     texts = encode.token_bytes(tokenizer.backend_tokenizer)
     lengths = np.array([*map(len, texts), *[0] * (size - len(texts))], dtype=np.int64)  # (vocab_size,)
-    cut = len(splits[0].ids) if len(splits) == 2 else splits[0].divided_at(fraction)
-    bounds = {"train": (splits[0], 0, cut), "val": (splits[-1], 0 if len(splits) == 2 else cut, len(splits[-1].ids))}
+    end = len(splits[0].ids) if len(splits) == 2 else splits[0].divided_at(fraction)
+    bounds = {"train": (splits[0], 0, end), "val": (splits[-1], 0 if len(splits) == 2 else end, len(splits[-1].ids))}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with disk_errors(folder, RESUMES), unfinished_path(folder.resolve(), ".importing", STORE_FILES) as draft:
         vocabulary.save(tokenizer, draft / "tokenizer")
-        write_atomic(draft / "inputs.json", json.dumps(inputs))
-        of = {
-            split: each.write(draft, split, *ends, lengths, dtype_of(size)) for split, (each, *ends) in bounds.items()
-        }
-        counts = Counts(documents=sum(len(each.ends) for each in splits), bytes=sum(part[2] for part in of.values()))
-        finish(
+        sizes = {name: split.write(draft, name, *ends, lengths) for name, (split, *ends) in bounds.items()}
+        counts = Counts(
+            documents=sum(len(split.ends) for split in splits), bytes=sum(part[2] for part in sizes.values())
+        )
+        report.describe(
             draft,
-            of,
-            dtype=dtype_of(size),
-            vocab_size=size,
-            tokenizer_type=type(tokenizer.backend_tokenizer.model).__name__.lower(),
+            sizes,
+            inputs,
             eos_token_id=eos,
             sources=[str(path) for path in paths],
             validation_splits=[str(paths[1])] if len(paths) == 2 else [],
@@ -170,9 +154,7 @@ def import_store(
             counts=asdict(counts) | {"links": 0, "tails": 0},
             cleaning={},
             repeated_documents=0,
-            command=shlex.join(["python", *sys.orig_argv[1:]]),
         )
-        report.write_store_report(TokenStore(draft), tokenizer.backend_tokenizer)
     store = TokenStore(folder)
     say(report.summary(store, is_cache=False))
     return store

@@ -1,5 +1,8 @@
 """Report of a token store: `report.md` and the command's last line list text that was read, changed and left out."""
 
+import json
+import shlex
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from common.atomic import write_atomic
 from common.errors import counted
 from tokenizer.corpus.audit import LEFT_OUT
 from tokenizer.encoding import encode
-from tokenizer.store.store import Metadata, TokenStore
+from tokenizer.store.store import Metadata, TokenStore, dtype_of, finish
 
 COUNTED_TOKENS = 1 << 22  # size of the evenly spread sample that gives the most frequent tokens
 SHOWN = 12
@@ -22,30 +25,43 @@ def summary(store: TokenStore, is_cache: bool) -> str:
     """Return the last line about the text. A run prints the size of its cached store itself."""
     metadata = store.metadata
     train, val = metadata.train, metadata.val
-    noted = "; ".join(left_out(metadata, named=3))
+    note = "; ".join(left_out(metadata, names=3))
     source = f" from {', '.join(metadata.validation_splits)}" if metadata.validation_splits else ""
-    noted = f" (left out or changed: {noted})" if noted else ""
+    note = f" (left out or changed: {note})" if note else ""
     if is_cache:
-        return f"{documents(metadata)}{noted}"
+        return f"{documents(metadata)}{note}"
+    bytes_per_token = (train.bytes + val.bytes) / (train.tokens + val.tokens)
     return (
-        f"{documents(metadata)}, {metadata.counts['bytes'] / 1e6:,.1f} MB read{noted} -> {train.tokens:,} tokens for training and {val.tokens:,} for "
-        f"validation{source} ({(train.bytes + val.bytes) / (train.tokens + val.tokens):.2f} bytes per token) in {store.folder}"
+        f"{documents(metadata)}, {metadata.counts['bytes'] / 1e6:,.1f} MB read{note} -> {train.tokens:,} tokens for "
+        f"training and {val.tokens:,} for validation{source} ({bytes_per_token:.2f} bytes per token) in {store.folder}"
     )
 
 
 def documents(metadata: Metadata) -> str:
     """Return the number of documents found and in the store, as words. `left_out` explains the difference."""
-    kept = metadata.train.documents + metadata.val.documents
+    number = metadata.train.documents + metadata.val.documents
     if not metadata.counts:  # a store of format 1 has no counts
-        return f"{counted(kept, 'document')} in the store"
-    found = sum(metadata.counts[name] for name in ("documents", "blank", "empty_records"))
-    return f"{counted(found, 'document')} found, {kept:,} in the store"
+        return f"{counted(number, 'document')} in the store"
+    total = sum(metadata.counts[name] for name in ("documents", "blank", "empty_records"))
+    return f"{counted(total, 'document')} found, {number:,} in the store"
 
 
-def write_store_report(store: TokenStore, rust: Tokenizer) -> None:
-    """Write `report.md`."""
+def describe(folder: Path, splits: dict[str, tuple[int, int, int]], inputs: list[list], **about: Any) -> None:
+    """Write inputs, metadata and `report.md` of a store with its tokens, indexes and tokenizer (see `store.finish`)."""
+    rust = encode.load_rust(folder / "tokenizer" / "tokenizer.json")
+    write_atomic(folder / "inputs.json", json.dumps(inputs))
+    finish(
+        folder,
+        splits,
+        dtype=dtype_of(rust.get_vocab_size()),
+        vocab_size=rust.get_vocab_size(),
+        tokenizer_type="character" if encode.is_character(rust) else type(rust.model).__name__.lower(),
+        command=shlex.join(["python", *sys.orig_argv[1:]]),
+        **about,
+    )
+    store = TokenStore(folder)
     data = {"metadata": store.metadata, "tokens": _token_statistics(store, rust)}
-    write_atomic(store.folder / "report.md", render("report.md.j2", data))
+    write_atomic(folder / "report.md", render("report.md.j2", data))
 
 
 def render(template: str, data: dict[str, Any]) -> str:
@@ -61,27 +77,27 @@ def tokenizer_kind(metadata: Metadata) -> str:
     return f"{'BPE' if metadata.tokenizer_type == 'bpe' else metadata.tokenizer_type} tokenizer"
 
 
-def left_out(metadata: Metadata, named: int = 0, with_places: bool = False) -> list[str]:
-    """Return a list of left-out or changed text, one item per line. Each names up to `named` files, and the places in them."""
+def left_out(metadata: Metadata, names: int = 0, with_places: bool = False) -> list[str]:
+    """Return left-out or changed text, one item per line. Each names up to `names` files, and the places in them."""
     counts, lines = metadata.counts, []
     for name, words in LEFT_OUT.items():
         if counts.get(name):
             path, place = counts["first"].get(name, ("", {}))
-            files = [other + words * with_places for other, words in place.get("files", {path: ""}).items()]
-            names = ", ".join(files[:named]) + " ..." * (len(files) > named)
-            lines.append(counted(counts[name], *words) + (f" ({names})" if named and path else ""))
-    dropped = {rule: outcome.documents for rule, outcome in metadata.cleaning.items() if outcome.dropped}
-    lines += [f"{counted(number, 'document')} dropped by {rule}" for rule, number in dropped.items()]
-    if repeated := metadata.repeated_documents:
-        lines.append(counted(repeated, "document that repeats an earlier one", "documents that repeat an earlier one"))
+            files = [path + where * with_places for path, where in place.get("files", {path: ""}).items()]
+            listing = ", ".join(files[:names]) + " ..." * (len(files) > names)
+            lines.append(counted(counts[name], *words) + (f" ({listing})" if names and path else ""))
+    drops = {rule: outcome.documents for rule, outcome in metadata.cleaning.items() if outcome.dropped}
+    lines += [f"{counted(number, 'document')} dropped by {rule}" for rule, number in drops.items()]
+    if repeats := metadata.repeated_documents:
+        lines.append(counted(repeats, "document that repeats an earlier one", "documents that repeat an earlier one"))
     if counts:  # a store of format 1 has no counts
-        unique = counts["documents"] - sum(dropped.values()) - repeated
-        more = metadata.train.documents + metadata.val.documents - unique
-        if more and metadata.settings.get("weights"):
-            change = "more" if more > 0 else "fewer"
-            lines.append(f"{counted(abs(more), 'document')} {change} after --weights and the validation split")
-        elif more:
-            lines.append(f"{counted(more, 'document')} split in two, with the end held out for validation")
+        unique = counts["documents"] - sum(drops.values()) - repeats
+        surplus = metadata.train.documents + metadata.val.documents - unique
+        if surplus and metadata.settings.get("weights"):
+            change = "more" if surplus > 0 else "fewer"
+            lines.append(f"{counted(abs(surplus), 'document')} {change} after --weights and the validation split")
+        elif surplus:
+            lines.append(f"{counted(surplus, 'document')} split in two, with the end held out for validation")
     return lines
 
 

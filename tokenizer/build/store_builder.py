@@ -1,13 +1,11 @@
-"""Build a token store: plan the work once, process it in any number of processes, merge the parts, and move the store into place."""
+"""Build a token store: plan the work once, process it in any number of processes, merge the parts, move the store."""
 
 import glob
 import json
 import math
 import operator
 import os
-import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
@@ -21,7 +19,6 @@ from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
 from common import schema
-from common.atomic import write_atomic
 from common.errors import Problems, UserError, counted, disk_errors, require_room
 from common.progress import Progress
 from common.removal import MARK, discard, is_marked, mark, renew
@@ -41,7 +38,7 @@ from tokenizer.corpus.named_data import find, licenses, template_of
 from tokenizer.corpus.units import UNIT_BYTES, Corpus, Unit, stream
 from tokenizer.encoding import encode, vocabulary
 from tokenizer.encoding.vocabulary import VocabularyArguments
-from tokenizer.store.store import RESUMES, STORE_FILES, TokenStore, dtype_of, finish
+from tokenizer.store.store import RESUMES, STORE_FILES, TokenStore, dtype_of
 
 # Patterns of the files of unfinished work.
 UNFINISHED = (
@@ -58,38 +55,80 @@ def pretokenize(
     say: Callable[[str], None] = print,
     num_proc: int | None = None,
     shard: tuple[int, int] | None = None,
-    merge_only: bool = False,
+    is_merge: bool = False,
     is_cache: bool = False,
 ) -> TokenStore | None:
     """Build the store of `recipe` in `folder`, resume building it, or open it if it exists. Return None after a shard.
-    A cache belongs to this project: a process waits while another one builds it, and unfinished work for another text is
-    discarded.
-    Raise a `UserError` if text or settings are bad or differ from those of the unfinished work, `folder` is in use or is
-    not a store, or the disk is too small. Finished work is kept."""
+    A cache belongs to this project: a process waits while another one builds it, and unfinished work for another text
+    is discarded. Raise a `UserError` if text or settings are bad or differ from those of the unfinished work, `folder`
+    is in use or is not a store, or the disk is too small. Finished work is kept."""
     Problems(recipe.problems()).refuse()
     folder = folder.resolve() if folder.is_symlink() or not folder.name else folder
-    if not os.fsencode(folder).decode(errors="ignore") == str(folder):  # the Rust library cannot write to other names
+    if os.fsencode(folder).decode(errors="ignore") != str(folder):  # the Rust library cannot write to other names
         raise UserError(f"{str(folder)!a} is not a UTF-8 name; choose another --output.")
     workers = Workers(num_proc or cores())
     with disk_errors(folder, RESUMES), closing(workers):
         builder = StoreBuilder(recipe, folder, say, workers, is_cache)
-        builder.check_writable()  # before a lock file is written next to the folder
+        check_writable(folder)  # before a lock file is written next to the folder
         with _locked(folder, "", wait=is_cache or shard is not None):
             if TokenStore.is_store(folder):
                 return builder.open_finished()
             units = list(range(len(builder.plan.units)))
             if shard is None:
                 _refuse_busy_shards(folder)
-                return builder.finish(merge_only)
+                return builder.finish(is_merge)
             share, shares = shard
-            own = _locked(folder, f".shard-{share}-of-{shares}", wait=False)
-        with own:
-            builder.do_units(units[share::shares])
+            lock = _locked(folder, f".shard-{share}-of-{shares}", wait=False)
+        with lock:
+            number = len(builder.do_units(units[share::shares]))
             say(
-                f"Shard {share}/{shares} is done: {len(units[share::shares]):,} of {len(units):,} units. After the last shard, "
-                f"run the same command with --merge instead of --shard."
+                f"Shard {share}/{shares} is done: {number:,} of {len(units):,} units. After the last shard, run the "
+                f"same command with --merge instead of --shard."
             )
     return None
+
+
+def check_writable(folder: Path) -> None:
+    """Raise a `UserError` if something else than a store is at the folder. Another process may have just written it."""
+    has_content = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if folder.is_symlink() or (has_content and not TokenStore.is_store(folder)):
+        raise UserError(f"{folder} exists and is not an empty folder; choose another --output.")
+
+
+def open_finished(
+    folder: Path, settings: dict[str, Any], inputs: list[list], say: Callable[[str], None], is_cache: bool = False
+) -> TokenStore:
+    """Open the store in `folder`. Raise a `UserError` if it has other settings or inputs, unless it is a cache."""
+    store, path = TokenStore(folder), folder / "inputs.json"
+    if store.metadata.format_version == 1:
+        say(
+            f"{folder} is a store of format 1, which does not record its text and settings; it is used unchanged. To "
+            f"build it again, choose another --output."
+        )
+        return store
+    try:
+        old_inputs = schema.read(path, list[tuple[str, int, int]])
+    except (FileNotFoundError, ValueError) as error:
+        raise UserError(f"{path} is missing or damaged ({error}). Delete {folder} and build it again.") from error
+    changes = _changes(store.metadata.settings, old_inputs, settings, inputs)
+    if changes and not is_cache:  # the name of a cache contains the hash of its text
+        raise UserError(
+            f"{folder} was built from other text or settings ({changes}); choose another --output or delete it."
+        )
+    say(f"{folder} already contains these tokens.")
+    return store
+
+
+def _changes(old_settings: dict[str, Any], old_inputs: list, settings: dict[str, Any], inputs: list[list]) -> str:
+    """Return the settings and files that differ from earlier work, as words, or an empty string."""
+    settings = json.loads(json.dumps(settings))
+    keys = [key for key in old_settings | settings if old_settings.get(key) != settings.get(key)]
+    words = [f"{key} was {old_settings.get(key)!r:.60} and is {settings.get(key)!r:.60}" for key in keys]
+    old_files, files = ({name: numbers for name, *numbers in entries} for entries in (old_inputs, inputs))
+    words += [f"{name} is missing" for name in old_files if name not in files]
+    names = [name for name in files if old_files.get(name) != files[name]]
+    words += [f"{name} {'was changed' if name in old_files else 'is new'}" for name in names]
+    return "; ".join(words[:3]) + (f"; and {len(words) - 3} more" if len(words) > 3 else "")
 
 
 def cores() -> int:
@@ -135,70 +174,36 @@ class StoreBuilder:
     def rust(self) -> Tokenizer:
         return encode.load_rust(self.store / "tokenizer" / "tokenizer.json")
 
-    # ---- existing work --------------------------------------------------------------------------------------------------
+    # ---- existing work ----------------------------------------------------------------------------------------------
 
     def open_finished(self) -> TokenStore:
-        store, path = TokenStore(self.folder), self.folder / "inputs.json"
-        if store.metadata.format_version == 1:
-            self.say(
-                f"{self.folder} is a store of format 1, which does not record its text and settings; it is used unchanged. "
-                f"To build it again, choose another --output."
-            )
-            return store
-        try:
-            changed = self._changed(store.metadata.settings, schema.read(path, list[tuple[str, int, int]]))
-        except (FileNotFoundError, ValueError) as error:
-            raise UserError(
-                f"{path} is missing or damaged ({error}). Delete {self.folder} and build it again."
-            ) from error
-        if changed and not self.is_cache:  # the name of a cache contains the hash of its text
-            raise UserError(
-                f"{self.folder} was built from other text or settings ({changed}); choose another --output or delete it."
-            )
         if is_marked(self.work, "unfinished"):  # the process was killed before it was deleted
             discard(self.work, UNFINISHED)
-        self.say(f"{self.folder} already contains these tokens.")
-        return store
-
-    def _changed(self, settings: dict[str, Any], inputs: list[list]) -> str:
-        """Return the settings and files that differ from earlier work, as words, or an empty string."""
-        now = json.loads(json.dumps(self.recipe.settings()))
-        keys = [key for key in settings | now if settings.get(key) != now.get(key)]
-        named = [f"{key} was {settings.get(key)!r:.60} and is {now.get(key)!r:.60}" for key in keys]
-        before, after = ({name: rest for name, *rest in files} for files in (inputs, self.inputs))
-        named += [f"{name} is missing" for name in before if name not in after]
-        names = [name for name in after if before.get(name) != after[name]]
-        named += [f"{name} {'was changed' if name in before else 'is new'}" for name in names]
-        return "; ".join(named[:3]) + (f"; and {len(named) - 3} more" if len(named) > 3 else "")
+        return open_finished(self.folder, self.recipe.settings(), self.inputs, self.say, self.is_cache)
 
     @cached_property
     def plan(self) -> StorePlan:
         """Plan of units, settings and tokenizer: new, or from the interrupted command that this one resumes."""
-        self.check_writable()
+        check_writable(self.folder)
         if (self.work / "plan.json").is_file():
             plan = StorePlan.read(self.work)
             mark(self.work, "unfinished")  # older versions set no mark
-            if not (changed := self._changed(plan.settings_of_user, plan.inputs)):
-                done = len(done_parts(self.work, range(len(plan.units))))
-                self.say(f"Resuming {self.folder}: {done:,} of {len(plan.units):,} units of work are done.")
+            changes = _changes(plan.settings_of_user, plan.inputs, self.recipe.settings(), self.inputs)
+            if not changes:
+                number = len(done_parts(self.work, range(len(plan.units))))
+                self.say(f"Resuming {self.folder}: {number:,} of {len(plan.units):,} units of work are done.")
                 return plan
             if not self.is_cache:
                 raise UserError(
-                    f"{self.folder} was started with other text or settings ({changed}); undo the change, or delete {self.work} to "
-                    f"start over."
+                    f"{self.folder} was started with other text or settings ({changes}); undo the change, or delete "
+                    f"{self.work} to start over."
                 )
         renew(self.work, "unfinished", UNFINISHED)
         plan = self._new_plan()
         plan.write(self.work)
         return plan
 
-    def check_writable(self) -> None:
-        """Raise a `UserError` if something else than a store is at the folder. Another process may have just finished the store."""
-        has_content = self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir()))
-        if self.folder.is_symlink() or (has_content and not TokenStore.is_store(self.folder)):
-            raise UserError(f"{self.folder} exists and is not an empty folder; choose another --output.")
-
-    # ---- the plan -------------------------------------------------------------------------------------------------------
+    # ---- the plan ---------------------------------------------------------------------------------------------------
 
     def _new_plan(self) -> StorePlan:
         recipe, corpus = self.recipe, self.corpus
@@ -234,23 +239,23 @@ class StoreBuilder:
         return StorePlan(recipe.settings(), self.inputs, settings, units, corpus.finder.skipped)
 
     def _chat_template(self) -> tuple[str | None, list[str], dict[str, str]]:
-        """Return source, control tokens and variables of the chat template, or None and empty values if there are no chats."""
+        """Return source, control tokens and variables of the chat template: None and empty values without chats."""
         name, arguments = self.recipe.corpus.chat_template, self.recipe.vocabulary
         if not self.corpus.has_chats:
             if name is not None:
-                raise UserError(
-                    f"chat_template is {name}, but {', '.join(self.recipe.inputs)} has no chats; leave out chat_template."
-                )
+                inputs = ", ".join(self.recipe.inputs)
+                raise UserError(f"chat_template is {name}, but {inputs} has no chats; leave out chat_template.")
             return None, [], {}
-        existing = self.recipe.existing_tokenizer
-        source = ChatTemplate.read(name) if name is not None else getattr(existing, "chat_template", None)
-        if source is None and (name := next(filter(None, map(template_of, self.recipe.inputs)), None)):
+        tokenizer = self.recipe.existing_tokenizer
+        source = None if name is not None else getattr(tokenizer, "chat_template", None)
+        name = name or next(filter(None, map(template_of, self.recipe.inputs)), None)
+        if source is None and name is not None:
             source = ChatTemplate.read(name)
         if source is None:
             raise UserError("The text has chats, but no chat template is known; give --chat_template chatml or a file.")
-        if existing is not None:
-            special = [str(token) for token in existing.added_tokens_decoder.values() if token.special]
-            return source, special, existing.special_tokens_map
+        if tokenizer is not None:
+            special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+            return source, special, tokenizer.special_tokens_map
         if arguments.tokenizer_type == "character":
             raise UserError("Chats need control tokens, but a character tokenizer has none; leave out tokenizer_type.")
         chatml = CHATML_TOKENS if name == "chatml" else ()
@@ -259,11 +264,13 @@ class StoreBuilder:
 
     def _say_vocabulary(self, size: int) -> None:
         arguments = self.recipe.vocabulary
-        wanted = arguments.vocab_size or vocabulary.DEFAULT_VOCAB_SIZE
-        short = f" ({wanted:,} were requested, but the text has no more pairs to merge)" if size < wanted else ""
-        kind = {"bpe": f"byte-level BPE, {size:,} tokens{short}", "character": f"{size:,} characters"}
-        of_user = arguments.tokenizer and f"{arguments.tokenizer}, {size:,} tokens"
-        self.say(f"Tokenizer: {of_user or kind[arguments.tokenizer_type]}.")
+        request = arguments.vocab_size or vocabulary.DEFAULT_VOCAB_SIZE
+        words = f"{arguments.tokenizer or 'byte-level BPE'}, {size:,} tokens"
+        if arguments.tokenizer is None and arguments.tokenizer_type == "character":
+            words = f"{size:,} characters"
+        elif arguments.tokenizer is None and size < request:
+            words += f" ({request:,} were requested, but the text has no more pairs to merge)"
+        self.say(f"Tokenizer: {words}.")
 
     def _require_room(self, sample: "Sample", itemsize: int) -> None:
         """Raise a `UserError` if the store does not fit on its disk."""
@@ -283,22 +290,23 @@ class StoreBuilder:
         remedy = "make room or name an --output on another disk"
         require_room(self.folder.parent.absolute(), per_byte * size, "The tokens will need about", remedy)
 
-    # ---- the work -------------------------------------------------------------------------------------------------------
+    # ---- the work ---------------------------------------------------------------------------------------------------
 
     def do_limited_units(self, limit: Limit) -> list[Part]:
         """Process units in order until their text reaches the limit, and return their parts. The last one is cut there.
         All text of validation splits is the first unit, which has its own limit."""
-        counts, total, own = Counts(), len(self.plan.units), limit.of_validation(self.recipe.corpus.validation_fraction)
-        parts = self.do_units([0], own) if any(unit.val for unit in self.plan.units) else []
+        counts, total = Counts(), len(self.plan.units)
+        limit_of_validation = limit.of_validation(self.recipe.corpus.validation_fraction)
+        parts = self.do_units([0], limit_of_validation) if any(unit.val for unit in self.plan.units) else []
         is_serial = encode.is_character(self.rust)  # it lacks the characters beyond the limit: none of them may be read
         batch = 1 if any(self.corpus.hub) or limit.bytes == math.inf else math.ceil(limit.bytes / UNIT_BYTES)
         while len(parts) < total:
             units = range(len(parts), min(len(parts) + (1 if is_serial else batch), total))
             # No unit has more than the limit.
             for part in self.do_units([*units], limit.after(counts) if is_serial else limit):
-                left = limit.after(counts)
-                if part.counts.bytes > left.bytes or part.counts.documents > left.documents:
-                    self.workers.do(self.work, [part.unit], parts.append, left)
+                remainder = limit.after(counts)
+                if part.counts.bytes > remainder.bytes or part.counts.documents > remainder.documents:
+                    self.workers.do(self.work, [part.unit], parts.append, remainder)
                 else:
                     parts.append(part)
                 if parts[-1].is_cut:
@@ -309,59 +317,59 @@ class StoreBuilder:
         return parts
 
     def do_units(self, units: list[int], limit: Limit = NO_LIMIT) -> list[Part]:
-        """Process the units that are not done yet, each up to the limit, and return the parts of all `units` in order."""
+        """Process the units that are not done yet, each up to the limit. Return the parts of all `units` in order."""
         parts = {part.unit: part for part in done_parts(self.work, units)}
-        missing = [unit for unit in units if unit not in parts]
+        remainder = [unit for unit in units if unit not in parts]
         counts = Counts().add(self.plan.skipped)
         for part in parts.values():
             counts.add(part.counts)
-        started, bytes_before = time.monotonic(), counts.bytes
-        with Progress("Encoding", len(missing), self.say is print and len(missing) > 1, self.say) as progress:
+        start, start_bytes = time.monotonic(), counts.bytes
+        with Progress("Encoding", len(remainder), self.say is print and len(remainder) > 1, self.say) as progress:
 
             def on_part(part: Part) -> None:
                 parts[part.unit] = part
                 counts.add(part.counts)
                 self.corpus.audit.check(counts, is_all=False)
-                megabytes = (counts.bytes - bytes_before) / 1e6
-                progress.advance(f"{megabytes:,.0f} MB, {megabytes / (time.monotonic() - started):.1f} MB/s")
+                megabytes = (counts.bytes - start_bytes) / 1e6
+                progress.advance(f"{megabytes:,.0f} MB, {megabytes / (time.monotonic() - start):.1f} MB/s")
 
-            self.workers.start(len(missing))
-            self.workers.do(self.work, missing, on_part, limit)
+            self.workers.start(len(remainder))
+            self.workers.do(self.work, remainder, on_part, limit)
         return [parts[unit] for unit in units]
 
-    def finish(self, merge_only: bool) -> TokenStore:
+    def finish(self, is_merge: bool) -> TokenStore:
         """Process the remaining units, merge the parts, and move the store into place."""
-        everything = list(range(len(self.plan.units)))
-        if merge_only and (missing := len(everything) - len(done_parts(self.work, everything))):
+        units = list(range(len(self.plan.units)))
+        if is_merge and (number := len(units) - len(done_parts(self.work, units))):
             raise UserError(
-                f"{missing:,} of {len(everything):,} units of {self.folder} are not done; run the missing shards, or run the "
+                f"{number:,} of {len(units):,} units of {self.folder} are not done; run the missing shards, or run the "
                 f"command without --merge to process the rest."
             )
-        counts, outcomes, lost = Counts().add(self.plan.skipped), {}, 0
-        limit = self.recipe.corpus.limit
-        parts = self.do_units(everything) if limit == NO_LIMIT else self.do_limited_units(limit)
+        counts, limit = Counts().add(self.plan.skipped), self.recipe.corpus.limit
+        parts = self.do_units(units) if limit == NO_LIMIT else self.do_limited_units(limit)
         for part in parts:
             counts.add(part.counts)
-            outcomes = cleaning.merged(outcomes, part.outcomes)
-            lost += part.lost_bytes
+        outcomes = cleaning.merged(*(part.outcomes for part in parts))
+        lost_bytes = sum(part.lost_bytes for part in parts)
         self.workers.close()  # merging may need their memory
         self._refuse_changed_files()
         self.corpus.audit.check(counts)
-        if lost > TOLERATED_SHARE * counts.bytes:
+        if lost_bytes > TOLERATED_SHARE * counts.bytes:
             raise UserError(
-                f"{self.recipe.vocabulary.tokenizer} cannot encode this text: {lost:,} of {counts.bytes:,} bytes would be "
-                f"lost; use another tokenizer."
+                f"{self.recipe.vocabulary.tokenizer} cannot encode this text: {lost_bytes:,} of {counts.bytes:,} bytes "
+                f"would be lost; use another tokenizer."
             )
         merger = Merger(self.work, self.store, self.plan.settings, self.plan.units[: len(parts)])
         if merger.documents == 0:
-            dropped = (f"{rule} {outcome.documents:,}" for rule, outcome in outcomes.items() if outcome.dropped)
+            rules = (f"{rule} {outcome.documents:,}" for rule, outcome in outcomes.items() if outcome.dropped)
+            drops = ", ".join(rules) or "by --weights"
             raise UserError(
-                f"None of {counted(counts.documents, 'document')} is left (dropped: {', '.join(dropped) or 'by --weights'}); "
-                f"use fewer cleaning stages or more text."
+                f"None of {counted(counts.documents, 'document')} is left (dropped: {drops}); use fewer cleaning "
+                f"stages or more text."
             )
         merger.merge()
         self._describe(counts, outcomes, merger)
-        self.check_writable()  # the folder may have changed in the meantime
+        check_writable(self.folder)  # the folder may have changed in the meantime
         if self.folder.exists():
             self.folder.rmdir()
         self.store.rename(self.folder)
@@ -373,17 +381,12 @@ class StoreBuilder:
     def _refuse_changed_files(self) -> None:
         """Raise a `UserError` if a file was changed while it was read."""
         for file in self.corpus.all_files:
-            now = TextFile.at(file.path)
-            if (now.size, now.modified) != (file.size, file.modified):
+            current = TextFile.at(file.path)
+            if (current.size, current.modified) != (file.size, file.modified):
                 raise UserError(
-                    f"{file.path} was changed while it was read: it had {file.size:,} bytes and now has {now.size:,}. Delete "
-                    f"{self.work}, and run the command on a copy that does not change."
+                    f"{file.path} was changed while it was read: it had {file.size:,} bytes and now has "
+                    f"{current.size:,}. Delete {self.work}, and run the command on a copy that does not change."
                 )
-
-    def _commits(self) -> dict[str, str]:
-        """Return the commit of each Hub dataset by its name."""
-        paths = {part.path for unit in self.plan.units for part in unit.ranges if part.kind == "hub"}
-        return {dataset.name: dataset.revision for dataset in map(open_dataset, paths)}
 
     def _validation_split(self, part: ByteRange) -> str:
         """Return the name of the split, folder or packages that a part of the validation text comes from."""
@@ -395,29 +398,24 @@ class StoreBuilder:
         return os.path.dirname(part.path).removeprefix(f"{self.work / 'text'}/")
 
     def _describe(self, counts: Counts, outcomes: dict[str, cleaning.RuleStats], merger: Merger) -> None:
-        write_atomic(self.store / "inputs.json", json.dumps(self.inputs))
         parts = (part for unit in self.plan.units if unit.val for part in unit.ranges)
-        splits = {name: (split.tokens, split.documents, split.bytes) for name, split in merger.progress.splits.items()}
-        finish(
+        paths = {part.path for unit in self.plan.units for part in unit.ranges if part.kind == "hub"}
+        counters = asdict(counts) | {"first": counts.worst()}
+        report.describe(
             self.store,
-            splits,
-            dtype=self.plan.settings.dtype,
-            vocab_size=self.rust.get_vocab_size(),
-            tokenizer_type="character" if encode.is_character(self.rust) else type(self.rust.model).__name__.lower(),
+            {name: (split.tokens, split.documents, split.bytes) for name, split in merger.progress.splits.items()},
+            self.inputs,
             eos_token_id=self.plan.settings.eos,
             sources=self.recipe.inputs,
             hub_datasets=[hub.name for hub in self.corpus.hub if hub is not None],
-            commits=self._commits(),
+            commits={dataset.name: dataset.revision for dataset in map(open_dataset, paths)},
             validation_splits=list(dict.fromkeys(map(self._validation_split, parts))),
             licenses=licenses(self.recipe.inputs),
             settings=self.plan.settings_of_user,
-            counts=asdict(counts)
-            | {"first": counts.worst(), "links": self.corpus.finder.links, "tails": len(merger.progress.tails)},
+            counts=counters | {"links": self.corpus.finder.links, "tails": len(merger.progress.tails)},
             cleaning=outcomes,
             repeated_documents=merger.repeated,
-            command=shlex.join(["python", *sys.orig_argv[1:]]),
         )
-        report.write_store_report(TokenStore(self.store), self.rust)
 
 
 class Sample:
@@ -438,15 +436,15 @@ class Sample:
 
     def texts(self) -> Iterator[str]:
         cleaner = cleaning.Cleaner(self.settings.cleaning)
-        left, own = self.limit, self.limit.of_validation(self.settings.validation_fraction)
+        limit, limit_of_validation = self.limit, self.limit.of_validation(self.settings.validation_fraction)
         for unit in self.units:
-            reader = self.settings.reader(own if unit.val else left)
+            reader = self.settings.reader(limit_of_validation if unit.val else limit)
             for piece in stream([unit], reader):
                 if text := cleaner(piece["text"], whole=piece["starts_document"] and piece["ends_document"]):
                     yield text
                 if reader.counts.bytes > self.bytes_of_unit:
                     break
             self.counts.add(reader.counts)
-            left = left if unit.val else left.after(reader.counts)
+            limit = limit if unit.val else limit.after(reader.counts)
             if reader.is_cut and not unit.val:
                 return
