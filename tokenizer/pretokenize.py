@@ -2,9 +2,9 @@
 
 python -m tokenizer.pretokenize --input my.txt --output data/my
 python -m tokenizer.pretokenize --input books/ notes.jsonl.zst --output data/books --vocab_size 16000 --dedup near
-python -m tokenizer.pretokenize --input user/dataset:config:split@revision --tokenizer openai-community/gpt2 --output data/theirs
-python -m tokenizer.pretokenize --import_tokens train.bin --dtype uint16 --tokenizer openai-community/gpt2 --output data/gpt2
-python -m tokenizer.pretokenize --input crawl/ --output data/crawl --shard 3/64      # on one of 64 machines; then --merge
+python -m tokenizer.pretokenize --input user/dataset:config:split@revision --tokenizer user/model --output data/theirs
+python -m tokenizer.pretokenize --import_tokens train.bin --dtype uint16 --tokenizer user/model --output data/ids
+python -m tokenizer.pretokenize --input crawl/ --output data/crawl --shard 3/64   # on one of 64 machines; then --merge
 
     from tokenizer import pretokenize
     store = pretokenize(dataset, "data/mine", vocab_size=32_000)          # a Dataset or an IterableDataset
@@ -49,8 +49,8 @@ MAIN = (  # flags that `--help` explains
 class PretokenizeArguments:
     input: list[str] = setting(
         [],
-        "Text: files, folders or globs (plain text, jsonl, json, csv, tsv, parquet; also as .gz, .zst or .bz2), Hub datasets "
-        "as user/name:config:split@revision, or names of --list.",
+        "Text: files, folders or globs (plain text, jsonl, json, csv, tsv, parquet; also as .gz, .zst or .bz2), Hub "
+        "datasets as user/name:config:split@revision, or names of --list.",
     )
     output: str | None = setting(None, "Folder of the token store to write.")
     weights: list[float] = setting(
@@ -78,30 +78,29 @@ class PretokenizeArguments:
         return tuple(map(int, self.shard.split("/"))) if self.shard is not None else None
 
     def problems(self) -> Iterator[str]:
-        others = [name for name in ("merge", "export", "compress") if getattr(self, name)]
         if self.shard is None:
             return
+        flags = [name for name in ("merge", "export", "compress") if getattr(self, name)]
         if not re.fullmatch(r"\d{1,9}/\d{1,9}", self.shard) or not self.share[0] < self.share[1]:
             yield f"shard is {self.shard}; it must be i/n with i from 0 to n - 1: 0/4, 1/4, 2/4, 3/4."
-        if others:
-            yield f"shard cannot be combined with {' and '.join(others)}: run all shards first, then --merge."
+        if flags:
+            yield f"shard cannot be combined with {' and '.join(flags)}: run all shards first, then --merge."
 
     def recipe(self, *parts) -> Recipe:
         return Recipe(self.input, *parts, self.seed, self.weights)
 
 
-def check(options: PretokenizeArguments, imported: ImportArguments, *parts) -> None:
+def check(options: PretokenizeArguments, ids: ImportArguments, *parts) -> None:
     """Raise a `UserError` with all problems that can be found before the text is read, one per line."""
     if options.list:
         return
-    is_import = imported.import_tokens is not None
-    problems = Problems(imported.problems(parts[1].tokenizer))
-    needed = ("output",) if is_import else ("input", "output")
-    problems.sentences += [f"--{name} is required. See --help." for name in needed if not getattr(options, name)]
+    is_import = ids.import_tokens is not None
+    problems = Problems(ids.problems(parts[1].tokenizer))
+    flags = ("output",) if is_import else ("input", "output")
+    problems.sentences += [f"--{name} is required. See --help." for name in flags if not getattr(options, name)]
     if is_import:
-        ignored = _ignored(options, *parts)
-        if ignored:
-            problems.add(f"{', '.join(ignored)} cannot be combined with import_tokens, which reads no text.")
+        if names := _names_of_text(options, *parts):
+            problems.add(f"{', '.join(names)} cannot be combined with import_tokens, which reads no text.")
     else:
         problems.sentences += [*options.problems(), *options.recipe(*parts).problems()]
         if options.shard is not None and parts[0].limit != NO_LIMIT:
@@ -114,10 +113,10 @@ def check(options: PretokenizeArguments, imported: ImportArguments, *parts) -> N
     problems.refuse()
 
 
-def _ignored(*parts) -> list[str]:
-    """Return the names of the settings that were given but do not apply to imported tokens."""
-    used = ("output", "tokenizer", "validation_fraction", "quiet", "compress", "export")
-    pairs = ((part, name) for part in parts for name in vars(part) if name not in used)
+def _names_of_text(*parts) -> list[str]:
+    """Return the names of the settings that were given but do not apply to imported ids."""
+    flags = ("output", "tokenizer", "validation_fraction", "quiet", "compress", "export")
+    pairs = ((part, name) for part in parts for name in vars(part) if name not in flags)
     return [name for part, name in pairs if getattr(part, name) != getattr(type(part)(), name)]
 
 
@@ -127,12 +126,12 @@ def parse(arguments: list[str]) -> tuple:
     return parser.parse(arguments, check=check)
 
 
-def build(options: PretokenizeArguments, imported: ImportArguments, recipe: Recipe) -> TokenStore | None:
+def build(options: PretokenizeArguments, ids: ImportArguments, recipe: Recipe) -> TokenStore | None:
     """Build the store, and what `compress` and `export` ask for. Return None after a shard."""
     say = (lambda text: None) if options.quiet else print
     folder = Path(options.output).expanduser()
-    if imported.import_tokens is not None:
-        store = import_store(imported, recipe.vocabulary.tokenizer, recipe.corpus.validation_fraction, folder, say)
+    if ids.import_tokens is not None:
+        store = import_store(ids, recipe.vocabulary.tokenizer, recipe.corpus.validation_fraction, folder, say)
     else:
         store = store_builder.pretokenize(recipe, folder, say, options.num_proc, options.share, options.merge)
     if store is not None and options.compress:
@@ -149,17 +148,17 @@ def pretokenize(data: Any, output: str | Path, **settings: Any) -> TokenStore | 
     path, a Hub id, or a list of these. `settings` are the flags of the command by name. Raise a `UserError` for wrong
     data or settings. From files and from datasets with the same documents in the same order, the tokens are the same to
     the byte."""
-    entries = [
-        item if isinstance(item, str) else str(item) if isinstance(item, Path) else item for item in _listed(data)
-    ]
-    given = [GivenDataset.of(item, i) for i, item in enumerate(entries, 1) if not isinstance(item, str)]
-    names = iter(given)
-    inputs = [item if isinstance(item, str) else next(names).name for item in entries]
+    datasets, inputs = {}, []
+    for number, item in enumerate(_listed(data), 1):
+        if not isinstance(item, str | Path):
+            dataset = GivenDataset.of(item, number)
+            datasets[dataset.name] = dataset
+            item = dataset.name
+        inputs.append(str(item))
     flags = {"input": inputs, "output": str(output)} | settings
     words = [[f"--{name}", *map(str, _listed(value))] for name, value in flags.items() if value is not None]
-    options, imported, *parts = parse([word for flag in words for word in flag])
-    recipe = replace(options.recipe(*parts), given={dataset.name: dataset for dataset in given})
-    return build(options, imported, recipe)
+    options, ids, *parts = parse([word for flag in words for word in flag])
+    return build(options, ids, replace(options.recipe(*parts), given=datasets))
 
 
 def _listed(value: Any) -> list:
@@ -167,7 +166,7 @@ def _listed(value: Any) -> list:
 
 
 class _CallableModule(ModuleType):
-    """Type of this module, which is also the function: `from tokenizer import pretokenize` gives one object for both."""
+    """Type of this module, which is also the function: `from tokenizer import pretokenize` gives both."""
 
     __call__ = staticmethod(pretokenize)
 
@@ -176,11 +175,11 @@ sys.modules[__name__].__class__ = _CallableModule
 
 
 def main(arguments: list[str]) -> None:
-    options, imported, *parts = parse(arguments)
+    options, ids, *parts = parse(arguments)
     if options.list:
         print("\n".join(listed()))
     else:
-        build(options, imported, options.recipe(*parts))
+        build(options, ids, options.recipe(*parts))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from tokenizer.corpus.units import Corpus, Unit
 from tokenizer.store.store import RESUMES, TokenStore
 
 LARGE_BYTES = 50_000_000  # a smaller text is tokenized in seconds
-# Approximate size of the sample. A BPE fits the text that it is trained on: for 600 MB of text, samples of 16, 32 and 64 MB
-# estimated 3.2, 1.8 and 0.8% too few tokens, in 7.0, 6.3 and 7.8 s.
+# Approximate size of the sample. A BPE fits the text that it is trained on: for 600 MB of text, samples of 16, 32 and
+# 64 MB estimated 3.2, 1.8 and 0.8% too few tokens, in 7.0, 6.3 and 7.8 s.
 SAMPLE_BYTES = 32_000_000
 CHUNK_BYTES = 1 << 20  # size of one sample of plain text or jsonl
 HEAD_BYTES = 4 << 20  # minimum number of bytes read from the head of other files
@@ -37,60 +37,60 @@ class Estimate:
 
 
 class SampledCorpus(Corpus):
-    """Evenly spread sample of the files of one input. `size` counts all files. `text_sizes`, after `units`, counts the sample."""
+    """Evenly spread sample of the files of one input. `size` counts all; `text_sizes`, after `units`, the sample."""
 
-    owed = taken = 0.0  # bytes of files so far
+    owed = sample_size = 0.0  # bytes of files so far
 
     def units(self) -> list[Unit]:
         parts = [part for unit in super().units() for part in unit.ranges]
-        self.text_sizes = [self.text_size * self.taken / self.size]
-        of_each = math.ceil(len(parts) / cores()) or 1  # keep all processes busy, as with the whole text
-        return [Unit(1.0, tuple(parts[i : i + of_each])) for i in range(0, len(parts), of_each)]
+        self.text_sizes = [self.text_size * self.sample_size / self.size]
+        number = math.ceil(len(parts) / cores()) or 1  # keep all processes busy, as with the whole text
+        return [Unit(1.0, tuple(parts[i : i + number])) for i in range(0, len(parts), number)]
 
     def _ranges(self, file: TextFile) -> list[tuple[int, ByteRange]]:
         """Return the parts of a file to sample, about `owed` bytes.
-        Plain text and jsonl: chunks, including the beginning and the end. Parquet: rows of some row groups. Others: the head."""
+        Plain text and jsonl: chunks, including the first and last. Parquet: rows of row groups. Others: the head."""
         self.owed += file.size * SAMPLE_BYTES / self.text_size
         parts = [part for _, part in super()._ranges(file)] if self.owed > 0 else []
         if not parts:
             return []
         part = parts[0]
         is_plain = part.kind in ("text", "jsonl") and not files.is_compressed(part.path)
-        taken = max(self.owed, 2 * CHUNK_BYTES if is_plain else HEAD_BYTES)
-        if taken >= file.size or part.kind == "json":  # a json list cannot be divided
-            taken = file.size
+        n_bytes = max(self.owed, 2 * CHUNK_BYTES if is_plain else HEAD_BYTES)
+        if n_bytes >= file.size or part.kind == "json":  # a json list cannot be divided
+            n_bytes = file.size
         elif part.kind == "parquet":
-            taken, parts = _rows(part, taken, file.size)
+            n_bytes, parts = _rows(part, n_bytes, file.size)
         elif part.kind == "arrow":
-            count = math.ceil(len(parts) * taken / file.size)
-            taken, parts = file.size * count / len(parts), [parts[len(parts) * i // count] for i in range(count)]
+            count = math.ceil(len(parts) * n_bytes / file.size)
+            n_bytes, parts = file.size * count / len(parts), [parts[len(parts) * i // count] for i in range(count)]
         elif is_plain:
-            count = math.ceil(taken / CHUNK_BYTES)
-            taken, last = count * CHUNK_BYTES, file.size - CHUNK_BYTES
-            starts = [last * i // (count - 1) for i in range(count)]
-            parts = [replace(part, start=at, stop=at + CHUNK_BYTES if at < last else None) for at in starts]
+            count = math.ceil(n_bytes / CHUNK_BYTES)
+            n_bytes, last_start = count * CHUNK_BYTES, file.size - CHUNK_BYTES
+            starts = [last_start * i // (count - 1) for i in range(count)]
+            parts = [replace(part, start=at, stop=at + CHUNK_BYTES if at < last_start else None) for at in starts]
         else:
-            parts = [replace(part, limit=int(taken))]
-        self.owed, self.taken = self.owed - taken, self.taken + taken
+            parts = [replace(part, limit=int(n_bytes))]
+        self.owed, self.sample_size = self.owed - n_bytes, self.sample_size + n_bytes
         return [(0, part) for part in parts]
 
 
 def _rows(part: ByteRange, n_bytes: float, size: int) -> tuple[float, list[ByteRange]]:
-    """Return the size of a sample of about `n_bytes` of a parquet file of `size` bytes, and the first rows of its row groups."""
+    """Return the size of a sample of about `n_bytes` of a parquet file of `size` bytes, and its parts of row groups."""
     from pyarrow import parquet
 
     metadata = parquet.read_metadata(part.path)
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    wanted = len(groups) * n_bytes / size
-    count = math.ceil(wanted)
-    chosen, share = [len(groups) * i // count for i in range(count)], wanted / count
+    target = len(groups) * n_bytes / size
+    count = math.ceil(target)
+    chosen, share = [len(groups) * i // count for i in range(count)], target / count
     chosen_bytes = sum(groups[i].total_byte_size for i in chosen) / sum(group.total_byte_size for group in groups)
     parts = [replace(part, start=i, stop=i + 1, limit=math.ceil(share * groups[i].num_rows)) for i in chosen]
     return size * share * chosen_bytes, parts
 
 
 def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estimate | None:
-    """Estimate the store of the recipe's only input, from a sample in the empty `folder`. Return None if the text is small.
+    """Estimate the store of the recipe's only input, from a sample in the empty `folder`. Return None for a small text.
     Raise a `UserError` if the text is missing or bad, or a Hub dataset does not state its size."""
     [data] = recipe.inputs
     limit = recipe.corpus.limit
@@ -117,12 +117,13 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
         planning, working = times[1] - times[0], time.perf_counter() - times[1]
     metadata, counts = store.metadata, store.metadata.counts
     if dataset is None:
-        factor, read = corpus.size / corpus.taken, f"{corpus.taken / 1e6:,.0f} of {corpus.size / 1e6:,.0f} MB"
+        factor = corpus.size / corpus.sample_size
+        amount = f"{corpus.sample_size / 1e6:,.0f} of {corpus.size / 1e6:,.0f} MB"
     elif counts["bytes"] < 0.9 * SAMPLE_BYTES:  # a cut text ends at the last place to cut before the limit
         return None
     else:
-        total, taken = _records(dataset), sum(counts[name] for name in ("documents", "blank", "empty_records"))
-        factor, read = total / taken, f"{taken:,} of {total:,} records"
+        total, number = _records(dataset), sum(counts[name] for name in ("documents", "blank", "empty_records"))
+        factor, amount = total / number, f"{number:,} of {total:,} records"
     factor = min(factor, limit.bytes / counts["bytes"], limit.documents / counts["documents"])
     tokens = factor * (metadata.train.tokens + metadata.val.tokens)
     of_split = sum(file.size for file in corpus.all_files if file.val) if limit == NO_LIMIT else 0
@@ -130,13 +131,13 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
     whole = copy.copy(store)
     train = replace(metadata.train, tokens=round(tokens) - held_out)
     whole.metadata = replace(metadata, train=train, val=replace(metadata.val, tokens=max(1, held_out)))
-    return Estimate(store, whole, read, planning + factor * working)
+    return Estimate(store, whole, amount, planning + factor * working)
 
 
 def _records(dataset: HubDataset) -> int:
     """Return the number of records of a Hub dataset. Raise a `UserError` if the dataset does not state it."""
-    pinned = dataset.pinned()
-    split = (pinned.streams[0].info.splits or {}).get(pinned.split or "train")
+    snapshot = dataset.pinned()
+    split = (snapshot.streams[0].info.splits or {}).get(snapshot.split or "train")
     if split is None or not split.num_examples:
         raise UserError(
             f"{dataset} does not state its number of records, so its size cannot be estimated; tokenize it first "

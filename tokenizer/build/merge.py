@@ -1,9 +1,9 @@
 """Merge the parts into the files of both splits: drop repeated documents and write the copies that `--weights` sets.
 
-The hash of a document selects its split, but the end of a long document goes to validation and the rest to training. If a
-dataset has a validation split, that split is the validation text and no other text is held out.
-Interrupted merging resumes: `merged.json` records the sizes of the files, and the ids of a part are deleted only after
-they are recorded.
+The hash of a document selects its split, but the end of a long document goes to validation and the rest to training.
+If a dataset has a validation split, that split is the validation text and no other text is held out. Interrupted
+merging resumes: `merged.json` records the sizes of the files, and the ids of a part are deleted only after they are
+recorded.
 """
 
 import hashlib
@@ -86,26 +86,27 @@ class Merger:
         self.repeated = int(self.repeats.sum())
         self.documents, size, is_split, long = self._survey()
         self.record = work / "merged.json"
-        self.progress = self._recorded() if self.record.is_file() else self._begun(size, is_split, long)
-
-    def _recorded(self) -> MergeProgress:
+        if not self.record.is_file():
+            self.progress = self._plan(size, is_split, long)
+            return
         try:
-            return schema.read(self.record, MergeProgress)
+            self.progress = schema.read(self.record, MergeProgress)
         except ValueError as error:
             raise UserError(
-                f"{self.record} is damaged or was written by an older version ({error}); delete {self.work} to start over."
+                f"{self.record} is damaged or was written by an older version ({error}); delete {work} to start over."
             ) from error
 
-    def _begun(self, size: int, is_split: bool, long: list[tuple[int, int, int]]) -> MergeProgress:
-        """Return the progress before merging, with the tails that `_survey` requires. Raise a `UserError` for too little text."""
+    def _plan(self, size: int, is_split: bool, long: list[tuple[int, int, int]]) -> MergeProgress:
+        """Return the progress before merging, with the tails that `_survey` requires.
+        Raise a `UserError` for too little text."""
         share = self.settings.validation_fraction
         tails = [self._tail(n_bytes * share, n_bytes, first, last) for n_bytes, first, last in long]
         progress = MergeProgress(0, {split: SplitSize() for split in SPLITS}, list(filter(None, tails)), None)
         if self.documents and not is_split and not progress.tails:
             if self.has_validation_split:
                 raise UserError(
-                    "The split validation or the split train has no text left; name only the training split (user/name::train "
-                    "or FOLDER/train) to hold out text of it."
+                    "The split validation or the split train has no text left; name only the training split "
+                    "(user/name::train or FOLDER/train) to hold out text of it."
                 )
             progress.end = self._tail(size * share, size, 0, self.first_row[-1] - 1, CUT_REACH)
             if progress.end is None:
@@ -122,21 +123,21 @@ class Merger:
         if digest != self.parts[unit].hashes[name]:
             part_file(self.work, unit, "json").unlink()
             raise UserError(
-                f"{part_file(self.work, unit, name)} was damaged, by a power failure or a broken disk; the same command "
-                f"writes it again and resumes."
+                f"{part_file(self.work, unit, name)} was damaged, by a power failure or a broken disk; the same "
+                f"command writes it again and resumes."
             )
 
     def _keys(self, column: int) -> Iterator[np.ndarray]:
-        """Yield one column of keys, (documents of a part,) uint64. A document in several parts gets a mix of their keys."""
-        so_far = np.zeros(1, dtype=np.uint64)  # key of a document that continues in the next part
+        """Yield one column of keys, (documents of a part,) uint64. A document in several parts gets a mix of theirs."""
+        head = np.zeros(1, dtype=np.uint64)  # key of a document that continues in the next part
         for unit in range(len(self.copies)):
             rows = self._rows(unit)
             keys = rows["keys"][rows["ends"], column]
             if len(keys):
-                keys[:1] ^= so_far
-                so_far[:] = 0
+                keys[:1] ^= head
+                head[:] = 0
             if len(rows) and not rows["ends"][-1]:
-                so_far = (so_far ^ rows["keys"][-1:, column]) * np.uint64(dedup.GOLDEN)
+                head = (head ^ rows["keys"][-1:, column]) * np.uint64(dedup.GOLDEN)
             yield keys
 
     def _chosen(self, unit: int, rows: np.ndarray, nth: int) -> np.ndarray:
@@ -146,10 +147,10 @@ class Merger:
 
     def _survey(self) -> tuple[int, int, bool, list[tuple[int, int, int]]]:
         """Return documents and bytes without copies, whether the hashes give text to both splits, and long documents.
-        A long document, as (bytes, first row, last row), exceeds both `LONG_BYTES` and the validation share of all text:
-        assigned by its hash, it would leave the validation split without any of its text, or fill it."""
+        A long document, as (bytes, first row, last row), exceeds both `LONG_BYTES` and the validation share of all
+        text: assigned by its hash, it would leave the validation split without any of its text, or fill it."""
         long, documents, size, tokens = [], 0, 0, np.zeros(2)  # tokens for training and for validation
-        before, first = 0, 0  # bytes before the current document, and its first row
+        start, first = 0, 0  # bytes before the current document, and its first row
         for unit in range(len(self.copies)):
             rows = self._rows(unit)
             chosen = self._chosen(unit, rows, 0)
@@ -157,58 +158,58 @@ class Merger:
             tokens += np.bincount(rows["val"][chosen], rows["tokens"][chosen], minlength=2)
             until = size + np.cumsum(np.where(chosen, rows["bytes"], 0), dtype=np.int64)
             ends = np.flatnonzero(rows["ends"])
-            sizes, lasts = np.diff(until[ends], prepend=before), self.first_row[unit] + ends
+            sizes, lasts = np.diff(until[ends], prepend=start), self.first_row[unit] + ends
             for i in np.flatnonzero(sizes > LONG_BYTES).tolist():
                 long.append((int(sizes[i]), int(lasts[i - 1]) + 1 if i else first, int(lasts[i])))
             if len(ends):
-                before, first = int(until[ends[-1]]), int(lasts[-1]) + 1
+                start, first = int(until[ends[-1]]), int(lasts[-1]) + 1
             size = int(until[-1]) if len(until) else size
-        least = self.settings.validation_fraction * size
-        long = [document for document in long if document[0] > least and documents > 1]
-        long = [] if self.has_validation_split else long
+        minimum = self.settings.validation_fraction * size
+        is_divided = documents > 1 and not self.has_validation_split
+        long = [document for document in long if document[0] > minimum and is_divided]
         return documents, size, bool(tokens.all()), long
 
-    def _tail(self, wanted: float, size: int, first: int, last: int, reach: int = 0) -> Tail | None:
-        """Return about `wanted` bytes at the end of a text of `size` bytes, or None if there is no place to cut.
-        The tail begins at the start of a line or document if there is one in the row or, with `reach`, within `reach` bytes;
-        otherwise at the start of a character."""
-        least, most = max(wanted / 2, wanted - reach), min(2 * wanted, wanted + reach)
-        best, found = (True, math.inf), None
-        behind = 0  # bytes of text after the current row
-        for unit in range(int(np.searchsorted(self.first_row, last, side="right")) - 1, -1, -1):
-            rows, before = self._rows(unit), self.first_row[unit]
-            used = self._chosen(unit, rows, 0)[: last - before + 1]
-            for row in np.flatnonzero(used)[::-1].tolist():
+    def _tail(self, target: float, size: int, first: int, last_row: int, reach: int = 0) -> Tail | None:
+        """Return about `target` bytes at the end of a text of `size` bytes, or None if there is no place to cut.
+        The tail begins at the start of a line or document if there is one in the row or, with `reach`, within `reach`
+        bytes; otherwise at the start of a character."""
+        minimum, maximum = max(target / 2, target - reach), min(2 * target, target + reach)
+        best_cost, tail = (True, math.inf), None
+        rest_bytes = 0  # bytes of text after the current row
+        for unit in range(int(np.searchsorted(self.first_row, last_row, side="right")) - 1, -1, -1):
+            rows, start = self._rows(unit), self.first_row[unit]
+            mask = self._chosen(unit, rows, 0)[: last_row - start + 1]
+            for row in np.flatnonzero(mask)[::-1].tolist():
                 n_bytes = int(rows["bytes"][row])
-                if behind + n_bytes >= least and (cut := self._best_cut(unit, row, rows, behind, size, wanted)):
-                    quality, tokens, bytes_before = cut
-                    if quality <= best:
-                        best, found = quality, Tail(first, before + row, tokens, bytes_before, last)
-                behind += n_bytes
-                if before + row == first or (found and behind >= most):
-                    return found
-        return found
+                if rest_bytes + n_bytes >= minimum:
+                    cost, tokens, n_head = self._best_cut(unit, row, rows, rest_bytes, size, target)
+                    if cost <= best_cost:
+                        best_cost, tail = cost, Tail(first, start + row, tokens, n_head, last_row)
+                rest_bytes += n_bytes
+                if start + row == first or (tail and rest_bytes >= maximum):
+                    return tail
+        return tail
 
     def _best_cut(
-        self, unit: int, row: int, rows: np.ndarray, behind: int, size: int, wanted: float
-    ) -> tuple[tuple[bool, float], int, int] | None:
-        """Return the cost of the best cut in a row (lower is better), and the tokens and bytes of the row before the cut.
-        `behind`: bytes of the text after the row."""
+        self, unit: int, row: int, rows: np.ndarray, rest_bytes: int, size: int, target: float
+    ) -> tuple[tuple[float, float], int, int]:
+        """Return the cost of the best cut in a row (infinite without one), and the row's tokens and bytes before it.
+        `rest_bytes`: bytes of the text after the row."""
         ids = self._ids(unit, row, rows)
         lengths, starts_character, ends_line = self.table
-        from_end = behind + lengths[ids][::-1].cumsum()[::-1]
-        if len(ids) and (not rows["starts"][row] or behind + rows["bytes"][row] >= size):
+        from_end = rest_bytes + lengths[ids][::-1].cumsum()[::-1]
+        if len(ids) and (not rows["starts"][row] or rest_bytes + rows["bytes"][row] >= size):
             from_end[0] = size  # the head keeps a token, unless a later document begins here
         cuts = np.flatnonzero(starts_character[ids] & (from_end < size))
         if not len(cuts):
-            return None
-        distance = np.abs(from_end[cuts] - wanted)
-        opens = np.where(cuts > 0, ends_line[ids[cuts - 1]], True) & (from_end[cuts] > wanted / 2)
-        opens &= from_end[cuts] < 2 * wanted
+            return (math.inf, math.inf), 0, 0
+        distance = np.abs(from_end[cuts] - target)
+        opens = np.where(cuts > 0, ends_line[ids[cuts - 1]], True) & (from_end[cuts] > target / 2)
+        opens &= from_end[cuts] < 2 * target
         best = int(np.lexsort((distance, ~opens))[0])
-        cut = int(cuts[best])
-        n_bytes = max(0, int(rows["bytes"][row]) - (int(from_end[cut]) - behind))
-        return (not opens[best], float(distance[best])), cut, n_bytes
+        token = int(cuts[best])
+        n_bytes = max(0, int(rows["bytes"][row]) - (int(from_end[token]) - rest_bytes))
+        return (not opens[best], float(distance[best])), token, n_bytes
 
     def _ids(self, unit: int, row: int, rows: np.ndarray) -> np.ndarray:
         """Return the ids of a row, after checking the hash of their file."""
@@ -242,21 +243,21 @@ class Merger:
         order = [(unit, nth) for nth in passes for unit, copies in enumerate(self.copies) if nth < math.ceil(copies)]
         last_use = {unit: position for position, (unit, _) in enumerate(order)}
         # Deletes these again, in case the deletion was interrupted.
-        used = [unit for unit, position in last_use.items() if position < self.progress.done]
-        recorded = sum(size for _, size in self._files())
+        obsolete = [unit for unit, position in last_use.items() if position < self.progress.done]
+        record_bytes = sum(size for _, size in self._files())
         for position in range(self.progress.done, len(order)):
             unit, nth = order[position]
             for split in SPLITS:
                 self._append(unit, split, nth)
             self.progress.done = position + 1
             if last_use[unit] == position:
-                used.append(unit)
-            written = sum(size for _, size in self._files())
-            if written > recorded + BYTES_BETWEEN_RECORDS or self.progress.done == len(order):
+                obsolete.append(unit)
+            n_bytes = sum(size for _, size in self._files())
+            if n_bytes > record_bytes + BYTES_BETWEEN_RECORDS or self.progress.done == len(order):
                 self._write_record()
-                for part, split in itertools.product(used, SPLITS):
+                for part, split in itertools.product(obsolete, SPLITS):
                     part_file(self.work, part, split).unlink(missing_ok=True)
-                used, recorded = [], written
+                obsolete, record_bytes = [], n_bytes
 
     def _append(self, unit: int, split: str, nth: int) -> None:
         """Append a part's file for `split` to the files of the store, in blocks."""
@@ -277,8 +278,8 @@ class Merger:
                 for target in SPLITS:
                     use = np.isin(places, TARGETS[target])
                     if use.any():
-                        used = ids if use.all() else ids[np.repeat(use, block["tokens"])]
-                        self._write(target, block[use], used, places[use] == HEAD)
+                        chosen = ids if use.all() else ids[np.repeat(use, block["tokens"])]
+                        self._write(target, block[use], chosen, places[use] == HEAD)
         self._verify(unit, split, digest.hexdigest())
 
     def _destinations(self, unit: int, source: str, nth: int) -> tuple[np.ndarray, np.ndarray]:
@@ -289,41 +290,41 @@ class Merger:
         to = np.where(rows["val"], VAL, TRAIN)
         for tail in [progress.end] if progress.end else progress.tails[::-1]:
             places = np.array([tail.first, tail.cut, tail.last]) - self.first_row[unit]
-            first, cut, last = np.clip(places, -1, len(rows)).tolist()
-            to[max(first, 0) : max(cut, 0)] = TRAIN
-            to[cut + 1 : last + 1] = VAL
-            if not 0 <= cut < len(rows):
+            first, row, last_row = np.clip(places, -1, len(rows)).tolist()
+            to[max(first, 0) : max(row, 0)] = TRAIN
+            to[row + 1 : last_row + 1] = VAL
+            if not 0 <= row < len(rows):
                 continue
-            to[cut] = VAL
+            to[row] = VAL
             if tail.tokens:
-                rows, chosen, to = (np.insert(array, cut, array[cut]) for array in (rows, chosen, to))
-                rows["tokens"][cut : cut + 2] = tail.tokens, rows["tokens"][cut] - tail.tokens
-                rows["bytes"][cut : cut + 2] = tail.bytes, rows["bytes"][cut] - tail.bytes
-                rows["ends"][cut], rows["starts"][cut + 1] = True, True
-                to[cut] = TRAIN if tail is progress.end else HEAD
+                rows, chosen, to = (np.insert(array, row, array[row]) for array in (rows, chosen, to))
+                rows["tokens"][row : row + 2] = tail.tokens, rows["tokens"][row] - tail.tokens
+                rows["bytes"][row : row + 2] = tail.bytes, rows["bytes"][row] - tail.bytes
+                rows["ends"][row], rows["starts"][row + 1] = True, True
+                to[row] = TRAIN if tail is progress.end else HEAD
         to[~chosen | ((to == VAL) & (nth > 0))] = DROPPED
         in_file = rows["val"] == (source == "val")
         return rows[in_file], to[in_file]
 
     def _write(self, split: str, rows: np.ndarray, ids: np.ndarray, is_head: np.ndarray) -> None:
         """Append rows and their ids to a split. Each head gets its own end-of-text token."""
-        written, tokens = self.progress.splits[split], rows["tokens"].astype(np.int64)
+        size, tokens = self.progress.splits[split], rows["tokens"].astype(np.int64)
         if self.settings.eos is not None and is_head.any():
             ids, tokens = np.insert(ids, np.cumsum(tokens)[is_head], self.settings.eos), tokens + is_head
         with (self.folder / tokens_file(split)).open("ab") as file:
             file.write(ids)  # `tofile` does not report why it fails
-        until = written.tokens + np.cumsum(tokens)
+        until = size.tokens + np.cumsum(tokens)
         with (self.folder / index_file(split)).open("ab") as file:
             file.write(until[rows["ends"]].astype("<u8"))
-        written.tokens += len(ids)
-        written.documents += int(rows["ends"].sum())
-        written.bytes += int(rows["bytes"].sum(dtype=np.int64))
+        size.tokens += len(ids)
+        size.documents += int(rows["ends"].sum())
+        size.bytes += int(rows["bytes"].sum(dtype=np.int64))
 
     def _files(self) -> Iterator[tuple[Path, int]]:
         """Yield every file of the splits with its recorded size."""
-        for split, written in self.progress.splits.items():
-            yield self.folder / tokens_file(split), written.tokens * self.dtype.itemsize
-            yield self.folder / index_file(split), written.documents * 8
+        for split, size in self.progress.splits.items():
+            yield self.folder / tokens_file(split), size.tokens * self.dtype.itemsize
+            yield self.folder / index_file(split), size.documents * 8
 
     def _write_record(self) -> None:
         for path, _ in self._files():

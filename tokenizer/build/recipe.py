@@ -36,12 +36,12 @@ class Recipe:
     vocab_size_must_fit: bool = True  # False if a run's YAML file sets the size: the tokenizer's own size overrides it
 
     def problems(self) -> list[str]:
-        found = cleaning.problems(self.cleaning) + vocabulary.problems(self.vocabulary) + [*self.corpus.problems()]
-        if self.weights and len(self.weights) != len(self.inputs):
-            found.append(
-                f"There are {len(self.weights)} weights for {len(self.inputs)} inputs: give one per input, in the same order."
+        sentences = cleaning.problems(self.cleaning) + vocabulary.problems(self.vocabulary) + [*self.corpus.problems()]
+        if self.weights and len(self.weights) != (number := len(self.inputs)):
+            sentences.append(
+                f"There are {len(self.weights)} weights for {number} inputs: give one per input, in order."
             )
-        return found
+        return sentences
 
     @cached_property
     def existing_tokenizer(self) -> "PreTrainedTokenizerBase | SavedTokenizer | None":

@@ -83,7 +83,7 @@ def left_out(metadata: Metadata, names: int = 0, with_places: bool = False) -> l
     for name, words in LEFT_OUT.items():
         if counts.get(name):
             path, place = counts["first"].get(name, ("", {}))
-            files = [path + where * with_places for path, where in place.get("files", {path: ""}).items()]
+            files = [path + words * with_places for path, words in place.get("files", {path: ""}).items()]
             listing = ", ".join(files[:names]) + " ..." * (len(files) > names)
             lines.append(counted(counts[name], *words) + (f" ({listing})" if names and path else ""))
     drops = {rule: outcome.documents for rule, outcome in metadata.cleaning.items() if outcome.dropped}

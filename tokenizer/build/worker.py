@@ -1,6 +1,6 @@
 """Worker processes that convert units of work into parts of a store. Finished parts survive an interruption.
 
-The folder of unfinished work contains `plan.json`, `store/` with the tokenizer, and `parts/` with the result of each unit:
+The folder of unfinished work has `plan.json`, `store/` with the tokenizer, and `parts/` with the result of each unit:
 
 000012.train, 000012.val   token ids
 000012.rows                one row per piece of a document, in order
@@ -39,10 +39,10 @@ from tokenizer.encoding import encode
 from tokenizer.store.store import RESUMES, SPLITS
 
 PLAN_VERSION = 1
-BATCH_BYTES = 4 << 20  # bytes encoded together: smaller batches reuse fewer words, larger batches need more memory
+BATCH_BYTES = 4 << 20  # bytes utf8 together: smaller batches reuse fewer words, larger batches need more memory
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"  # forked processes of macOS may crash in its libraries
-# Options of glibc (malloc.h): keep the memory of short-lived arrays of a few megabytes. Returning it to the system took a
-# fifth of a worker's time.
+# Options of glibc (malloc.h): keep the memory of short-lived arrays of a few megabytes. Returning it to the system took
+# a fifth of a worker's time.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
@@ -110,7 +110,7 @@ class Part:
 
     @staticmethod
     def read(folder: Path, number: int) -> "Part | None":
-        """Return the part of unit `number`, or None if it is not done or lacks values that older versions did not record."""
+        """Return the part of unit `number`, or None if it is not done or an older version wrote it incompletely."""
         try:
             part = schema.read(part_file(folder, number, "json"), Part)
         except (FileNotFoundError, ValueError):
@@ -123,7 +123,7 @@ def part_file(folder: Path, number: int, name: str) -> Path:
 
 
 def row_type(keys: int) -> np.dtype:
-    """Return the dtype of a row, which describes a piece of a document. A document's last row in a part has its keys."""
+    """Return the dtype of a row, which describes a piece of a document. A document's last row in a part has keys."""
     names = ("tokens", "bytes", "copies", "val", "starts", "ends", "keys")
     return np.dtype([*zip(names, ("<u4", "<u4", "<u2", "?", "?", "?", ("<u8", (keys,))), strict=True)])
 
@@ -144,7 +144,7 @@ class UnitProcessor:
         self.heads = {part.path: part for part in ranges if part.start == 0 and part.stop is not None}
 
     def process(self, number: int, limit: Limit = NO_LIMIT) -> Part:
-        """Process a unit, up to the limit. Raise a `UserError` if text cannot be read or encoded, or the disk is full."""
+        """Process a unit, up to the limit. Raise a `UserError` for unreadable or unknown text, or a full disk."""
         with disk_errors(self.folder / "parts", RESUMES), ExitStack() as stack:
             (self.folder / "parts").mkdir(exist_ok=True)
             files = {split: stack.enter_context(part_file(self.folder, number, split).open("wb")) for split in SPLITS}
@@ -159,7 +159,7 @@ class UnitProcessor:
             return writer.finish()
 
     def _first_piece(self, path: str) -> str:
-        """Return the cleaned head of a file that is one document. The head decides the split and copies of the whole file."""
+        """Return the cleaned head of a file that is one document, which decides split and copies of the whole file."""
         head = next(self.settings.reader().pieces(self.heads[path]), None)  # None: the file is not text
         return "" if head is None else Cleaner(self.settings.cleaning)(head.text, whole=False)
 
@@ -182,20 +182,20 @@ class PartWriter:
         self.begin_document("")
 
     def begin_document(self, first_piece: str) -> None:
-        """Choose the split and the number of copies by the document's text, so that identical documents are treated alike."""
+        """Choose the split and the number of copies by the document's text, so that equal documents are alike."""
         text = first_piece.encode()
         is_held_out = share(text, self.settings.seed) < self.settings.validation_fraction
         self.val = is_held_out if self.unit.val is None else self.unit.val
-        whole, part = divmod(self.unit.copies, 1)
-        self.copies = int(whole) + (part > 0 and share(text, self.settings.seed + 1) < part)
+        number, part = divmod(self.unit.copies, 1)
+        self.copies = int(number) + (part > 0 and share(text, self.settings.seed + 1) < part)
         self.digest = xxhash.xxh3_128()
 
     def add(self, piece: Piece) -> None:
-        whole = piece.starts_document and piece.ends_document and piece.control is None
-        text = self.cleaner(piece.text, whole=whole)
+        is_whole = piece.starts_document and piece.ends_document and piece.control is None
+        text = self.cleaner(piece.text, whole=is_whole)
         if text is None:
             return
-        if whole and not text.strip():  # cleaning removed the whole document
+        if is_whole and not text.strip():  # cleaning removed the whole document
             self.reader.counts.blank += 1
             self.reader.counts.documents -= 1
             return
@@ -203,27 +203,27 @@ class PartWriter:
             self.begin_document(text)
         if self.copies == 0:
             return
-        encoded = text.encode()
+        utf8 = text.encode()
         self.last_follower = self._follower(piece)
-        row = (self.copies, self.val, piece.starts_document, piece.ends_document, self._keys(piece, text, encoded))
-        self.batch.append((encoded, self.last_follower, *row))
-        self.batch_bytes += len(encoded)
+        row = (self.copies, self.val, piece.starts_document, piece.ends_document, self._keys(piece, text, utf8))
+        self.batch.append((utf8, self.last_follower, *row))
+        self.batch_bytes += len(utf8)
         if self.batch_bytes >= BATCH_BYTES:
             self.flush()
 
     def _follower(self, piece: Piece) -> int:
-        """Return the id that follows the piece: a chat's control token, the end-of-text token (only once), or NOTHING."""
+        """Return the id that follows the piece: a chat's control token, the end-of-text token (once), or NOTHING."""
         if piece.control is not None:
             return self.processor.token_to_id(piece.control)
         if not piece.ends_document or (not piece.text and self.last_follower == self.processor.eos):
             return encode.NOTHING
         return self.processor.eos
 
-    def _keys(self, piece: Piece, text: str, encoded: bytes) -> tuple[int, ...]:
+    def _keys(self, piece: Piece, text: str, utf8: bytes) -> tuple[int, ...]:
         """Return the keys of the part of the document that was read so far."""
         if self.settings.dedup == "no":
             return ()
-        self.digest.update(encoded)
+        self.digest.update(utf8)
         digest = divmod(self.digest.intdigest(), 1 << 64)
         if self.processor.min_hasher is None:
             return digest
@@ -278,22 +278,22 @@ class Workers:
     """Processes for units of work. They are forked before this process plans the work, because then it has few threads
     and little memory, and they import `datasets` meanwhile."""
 
-    def __init__(self, most: int):
-        self.most = most
+    def __init__(self, maximum: int):
+        self.maximum = maximum
         self.pool: ProcessPoolExecutor | None = None
         self.processes: set[multiprocessing.Process] = set()
 
     def start(self, units: int) -> None:
-        """Start a process per unit, up to `most`, if none was started. A single unit is not worth a process."""
-        count = min(self.most, units)
+        """Start a process per unit, up to `maximum`, if none was started. A single unit is not worth a process."""
+        count = min(self.maximum, units)
         if self.pool is not None or count < 2:
             return
-        others, context = multiprocessing.active_children(), multiprocessing.get_context(START_METHOD)
+        children, context = multiprocessing.active_children(), multiprocessing.get_context(START_METHOD)
         self.pool = ProcessPoolExecutor(count, context, _begin)
         with warnings.catch_warnings():  # Python 3.12 warns of threads, but no worker uses those of its parent
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pool.submit(int)  # starts all of them
-        self.processes = set(multiprocessing.active_children()) - set(others)
+        self.processes = set(multiprocessing.active_children()) - set(children)
 
     def do(self, folder: Path, units: list[int], on_part: Callable[[Part], None], limit: Limit = NO_LIMIT) -> None:
         """Process `units`, each up to the limit, and pass each part to `on_part`. Without processes, use this one.
@@ -308,8 +308,8 @@ class Workers:
                 on_part(part.result())
         except BrokenProcessPool as error:
             raise UserError(
-                "A worker process was killed, often because memory ran out. The same command resumes; with --num_proc 1 "
-                "it uses the least memory."
+                "A worker process was killed, often because memory ran out. The same command resumes; with "
+                "--num_proc 1 it uses the least memory."
             ) from error
 
     def close(self) -> None:

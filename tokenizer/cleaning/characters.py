@@ -13,7 +13,7 @@ UNSPACED = (
     *((0x3005, 0x3007), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF), (0x20000, 0x3FFFF)),  # Han
     (0xA000, 0xA4CF),  # Yi
 )
-UNSPACED_CLASS = "".join(f"{chr(first)}-{chr(last)}" for first, last in UNSPACED)  # for [...] of a pattern
+UNSPACED_CLASS = "".join(f"{chr(first)}-{chr(end)}" for first, end in UNSPACED)  # for [...] of a pattern
 UNSPACED_CHARACTER = re.compile(f"[{UNSPACED_CLASS}]")
 
 # C0 except tab, line feed and form feed; DEL; C1; the byte order mark. U+0085 is a line end, which is converted before.
@@ -64,11 +64,10 @@ def _invisible_replacement(match: re.Match) -> str:
 
 
 def single_blank(match: re.Match) -> str:
-    """Return the replacement for a match that includes the space after it: a space, unless white space is next to it."""
+    """Return the replacement of a match that includes the space after it: a space, unless white space is next to it."""
     text = match.string
-    left = text[match.start() - 1] if match.start() else "\n"
-    right = text[match.end()] if match.end() < len(text) else "\n"
-    return "" if left.isspace() or right.isspace() else " "
+    neighbors = text[match.start() - 1] if match.start() else "\n", text[match.end() : match.end() + 1] or "\n"
+    return "" if any(map(str.isspace, neighbors)) else " "
 
 
 # Pictographs of all planes, without circled digits, music signs, trigrams, and squared ideographs.
@@ -80,8 +79,8 @@ PICTOGRAPH = (
     rf"{DINGBAT}\U0001f000-\U0001f0ff\U0001f10d-\U0001f1ff\U0001f300-\U0001f64f\U0001f680-\U0001f6ff"
     r"\U0001f7e0-\U0001f7ff\U0001f900-\U0001faff"
 )
-# Also matches joiners, variation selectors, skin tones (also pictographs), tags of flags, and the characters that turn digits and
-# arrows into emoji.
+# Also matches joiners, variation selectors, skin tones (also pictographs), tags of flags, and the characters that turn
+# digits and arrows into emoji.
 EMOJI = re.compile(
     rf"[{PICTOGRAPH}\ufe0e\ufe0f](?:(?<=[\ufe0e\ufe0f])\u20e3?|"
     rf"(?:[{PICTOGRAPH}\ufe0e\ufe0f\u200d\u20e3\U000e0020-\U000e007f]|(?<=\u200d)[\u2190-\u21ff])*+) ?"

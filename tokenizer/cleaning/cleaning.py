@@ -46,8 +46,8 @@ class CleaningArguments:
     cleaning: list[str] = setting(
         ["normalize"],
         "Cleaning stages, applied in this order: `normalize` (NFC, line endings, control characters); one of `lenient` "
-        "(also invisible characters), `balanced` (also markup and ruler lines) or `strict` (plain prose only); `quality` "
-        "(drops documents that are not running text). `none`, alone, changes nothing.",
+        "(also invisible characters), `balanced` (also markup and ruler lines) or `strict` (plain prose only); "
+        "`quality` (drops documents that are not running text). `none`, alone, changes nothing.",
     )
 
 
@@ -68,26 +68,26 @@ def merged(*runs: dict[str, RuleStats]) -> dict[str, RuleStats]:
     for name in (*RULES, *FILTERS):
         if parts := [stats[name] for stats in runs if name in stats]:
             examples = [example for part in parts for example in part.examples][:EXAMPLES]
-            documents, removed = sum(part.documents for part in parts), sum(part.characters for part in parts)
-            total[name] = RuleStats(documents, removed, examples, parts[0].dropped)
+            documents, size = sum(part.documents for part in parts), sum(part.characters for part in parts)
+            total[name] = RuleStats(documents, size, examples, parts[0].dropped)
     return total
 
 
 def problems(arguments: CleaningArguments) -> list[str]:
     """Return the problems of the chosen stages, one sentence each."""
-    names, found = arguments.cleaning, []
+    names, sentences = arguments.cleaning, []
     for name in dict.fromkeys(names):
         if name not in STAGES and name != "none":
             nearest = difflib.get_close_matches(name, [*STAGES, "none"], n=1)
             hint = f"Did you mean {nearest[0]}?" if nearest else f"Use some of {', '.join(STAGES)}, or none alone."
-            found.append(f"Unknown cleaning stage {name}. {hint}")
+            sentences.append(f"Unknown cleaning stage {name}. {hint}")
     kinds = ["level" if name in LEVELS else name for name in names]
     if len(set(kinds)) < len(kinds) or ("none" in names and len(names) > 1) or not names:
-        found.append(
+        sentences.append(
             f"cleaning is {' '.join(names) or 'empty'}; give none alone, or normalize, one of {', '.join(LEVELS)}, and "
             f"quality, each at most once."
         )
-    return found
+    return sentences
 
 
 class Cleaner:
@@ -112,23 +112,23 @@ class Cleaner:
         are designed for whole web pages and do not apply to it."""
         for name, rule in self._rules:
             if rule is None:
-                if whole and (failed := failed_filter(text)):
-                    self._count(failed, text, None)
+                if whole and (name := failed_filter(text)):
+                    self._count(name, text, None)
                     return None
-            elif (cleaned := rule(text)) != text:
-                self._count(name, text, cleaned)
-                text = cleaned
+            elif (result := rule(text)) != text:
+                self._count(name, text, result)
+                text = result
         return text
 
-    def _count(self, name: str, before: str, after: str | None) -> None:
-        """Count a change, or a dropped document if `after` is None."""
-        stats = self._stats.setdefault(name, RuleStats(dropped=after is None))
+    def _count(self, name: str, old: str, new: str | None) -> None:
+        """Count a change, or a dropped document if `new` is None."""
+        stats = self._stats.setdefault(name, RuleStats(dropped=new is None))
         stats.documents += 1
-        stats.characters += max(0, len(before) - len(after or ""))
+        stats.characters += max(0, len(old) - len(new or ""))
         if len(stats.examples) < EXAMPLES:
             escape = ascii if name == "normalize.nfc" else repr  # repr shows composed and decomposed letters alike
-            beginning = repr(" ".join(before[: 4 * EXAMPLE_LENGTH].split()))[1:-1][:EXAMPLE_LENGTH]
-            stats.examples.append(beginning if after is None else _difference(before, after, escape))
+            beginning = repr(" ".join(old[: 4 * EXAMPLE_LENGTH].split()))[1:-1][:EXAMPLE_LENGTH]
+            stats.examples.append(beginning if new is None else _difference(old, new, escape))
 
     @property
     def stats(self) -> dict[str, RuleStats]:
@@ -136,11 +136,11 @@ class Cleaner:
         return merged(self._stats)
 
 
-def _difference(before: str, after: str, escape: Callable[[str], str]) -> str:
+def _difference(old: str, new: str, escape: Callable[[str], str]) -> str:
     """Return the first place at which two texts differ, with invisible characters escaped."""
-    shorter = min(len(before), len(after))
-    same = bisect.bisect_left(range(shorter), True, key=lambda i: before[: i + 1] != after[: i + 1])
+    shorter = min(len(old), len(new))
+    start = bisect.bisect_left(range(shorter), True, key=lambda i: old[: i + 1] != new[: i + 1])
     length = (EXAMPLE_LENGTH - len(" → ")) // 2
-    lead = escape(before[max(0, same - 20) : same])[1:-1][-30:]
-    old, new = ((lead + escape(text[same : same + length])[1:-1])[:length] for text in (before, after))
-    return f"{old} → {new}"
+    lead = escape(old[max(0, start - 20) : start])[1:-1][-30:]
+    changes = ((lead + escape(text[start : start + length])[1:-1])[:length] for text in (old, new))
+    return " → ".join(changes)

@@ -17,9 +17,9 @@ from common.errors import UserError
 from common.limits import setting
 from tokenizer.cleaning.characters import UNSPACED
 
-# FineWeb's values (Penedo et al. 2024, arXiv:2406.17557): 112 hashes of 5-word shingles in 14 bands of 8. Documents with
-# Jaccard similarity s share a band with probability 1 - (1 - s^8)^14: 0.05 at 0.5, 1/2 at 0.685, 0.92 at 0.8, 0.9996 at
-# 0.9.
+# FineWeb's values (Penedo et al. 2024, arXiv:2406.17557): 112 hashes of 5-word shingles in 14 bands of 8. Documents
+# with Jaccard similarity s share a band with probability 1 - (1 - s^8)^14: 0.05 at 0.5, 1/2 at 0.685, 0.92 at 0.8,
+# 0.9996 at 0.9.
 BANDS, ROWS = 14, 8
 SHINGLE_WORDS = 5
 
@@ -43,16 +43,16 @@ KEY_BYTES = 48  # memory per key, with its document and its place in the table
 class DedupArguments:
     dedup: Literal["no", "exact", "near"] = setting(
         "no",
-        "Leave out documents that repeat an earlier one: `exact`, identical text; `near`, also documents that share about "
-        "70 percent or more of their 5-word sequences with it.",
+        "Leave out documents that repeat an earlier one: `exact`, identical text; `near`, also documents that share "
+        "about 70 percent or more of their 5-word sequences with it.",
     )
 
 
 class MinHasher:
     """MinHash keys, which near-duplicates share. The constructor raises a `UserError` if rensa is not installed.
-    A word is a run of letters, marks and digits; case is ignored. In scripts without spaces, each character is a word. The
-    shingles of a text are its sequences of five words; a text with fewer words is one shingle. The same text has the same
-    keys on every machine with the same Unicode version of Python, which defines the letters."""
+    A word is a run of letters, marks and digits; case is ignored. In scripts without spaces, each character is a word.
+    The shingles of a text are its sequences of five words; a text with fewer words is one shingle. The same text has
+    the same keys on every machine with the same Unicode version of Python, which defines the letters."""
 
     def __init__(self):
         import xxhash  # installed with datasets; training from a store needs neither
@@ -61,8 +61,8 @@ class MinHasher:
             from rensa import RMinHash  # optional extra, needed only for --dedup near
         except ImportError as error:
             raise UserError(
-                "Finding near-duplicates needs rensa, which is not installed: install it with pip install -e '.[dedup]', or "
-                "use --dedup exact."
+                "Finding near-duplicates needs rensa, which is not installed: install it with pip install -e "
+                "'.[dedup]', or use --dedup exact."
             ) from error
         self._signatures = RMinHash.digest_matrix_from_flat_token_hashes
         self._hash = xxhash.xxh3_64_intdigest
@@ -72,8 +72,8 @@ class MinHasher:
 
     def bands(self, text: str) -> np.ndarray:
         """Return the bands of a text, (BANDS,) uint64.
-        Two texts with Jaccard similarity s share each band with probability s^ROWS. A text without words shares its bands
-        only with identical texts."""
+        Two texts with Jaccard similarity s share each band with probability s^ROWS. A text without words shares its
+        bands only with identical texts."""
         shingles = self._shingles(text)
         [signature] = self._signatures(shingles, [0, len(shingles)], BANDS * ROWS, GOLDEN).to_rows()
         rows = np.array(signature, "<u4").reshape(BANDS, ROWS)
@@ -94,8 +94,8 @@ class MinHasher:
         """Return the hash of each word, (words,) uint64: a polynomial in its letters modulo 2^64, then mixed."""
         letters = self._letters[np.frombuffer(text.encode("utf-32-le"), "<u4")]  # (characters,), 0 between words
         starts = letters != 0
-        alone = letters >= ALONE
-        starts[1:] &= (letters[:-1] == 0) | alone[1:] | alone[:-1]
+        is_single = letters >= ALONE
+        starts[1:] &= (letters[:-1] == 0) | is_single[1:] | is_single[:-1]
         starts = starts.nonzero()[0]
         if len(starts) == 0:
             return np.zeros(0, np.uint64)
@@ -114,46 +114,46 @@ def _letters() -> np.ndarray:
         character = chr(code)
         if unicodedata.category(character)[0] in "LMN":
             letters[code] = ord(character.lower()[0])
-    for first, last in UNSPACED:
-        letters[first : last + 1] |= np.where(letters[first : last + 1] > 0, ALONE, 0).astype(np.uint32)
+    for first, end in UNSPACED:
+        letters[first : end + 1] |= np.where(letters[first : end + 1] > 0, ALONE, 0).astype(np.uint32)
     return letters
 
 
-def repeated(kind: str, read: Callable[[int], Iterator[np.ndarray]], documents: int, memory: int) -> np.ndarray:
+def repeated(kind: str, columns: Callable[[int], Iterator[np.ndarray]], documents: int, memory: int) -> np.ndarray:
     """Return a mask of repeated documents, (documents,) bool: an earlier document has the same digest or shares a band.
-    A document is dropped if any earlier document is near it, even if that document is itself dropped. In a chain in which
-    each document resembles only the previous one, only the first stays. If two different documents come first and a third
-    resembles both, the first two stay; a search for clusters would keep one.
-    `read` returns a column of keys in document order, in blocks (any number,) uint64. `memory`: see `repeated_keys`."""
-    marked = np.zeros(documents, bool)
+    A document is dropped if any earlier document is near it, even if that document is itself dropped. In a chain in
+    which each document resembles only the previous one, only the first stays. If two different documents come first and
+    a third resembles both, the first two stay; a search for clusters would keep one.
+    `columns` yields a column of keys in order of documents, in blocks (n,) uint64. `memory`: see `repeated_keys`."""
+    mask = np.zeros(documents, bool)
     for column in range(KEYS[kind]):
-        repeats = repeated_keys(partial(read, column), documents, memory)
+        repeats = repeated_keys(partial(columns, column), documents, memory)
         if 0 < column < DIGEST_KEYS:
-            marked &= repeats  # a repeated digest repeats both halves
+            mask &= repeats  # a repeated digest repeats both halves
         else:
-            marked |= repeats
-    return marked
+            mask |= repeats
+    return mask
 
 
-def repeated_keys(read: Callable[[], Iterator[np.ndarray]], documents: int, memory: int) -> np.ndarray:
+def repeated_keys(read_blocks: Callable[[], Iterator[np.ndarray]], documents: int, memory: int) -> np.ndarray:
     """Return a mask of documents with the key of an earlier one, (documents,) bool. Keys are uniform 64-bit hashes.
-    `memory`: working memory in bytes, in addition to the result and two blocks; up to twice as much is used if most keys
-    are equal. Keys that do not fit are processed in several passes over ranges."""
+    `memory`: working memory in bytes, in addition to the result and two blocks; up to twice as much is used if most
+    keys are equal. Keys that do not fit are processed in several passes over ranges."""
     import pandas  # installed with datasets; training from a store needs neither
 
     capacity = max(4, memory // KEY_BYTES)
     passes = documents // (capacity - capacity // 4) + 1  # a quarter of the memory is a reserve for repeats and chance
-    marked = np.zeros(documents, bool)
+    mask = np.zeros(documents, bool)
     for number in range(passes):
         low, end = ((n << 64) // passes for n in (number, number + 1))
         distinct = np.zeros(0, np.uint64)
-        for keys, owners in _batches(read(), low, end - 1 - low, capacity):
-            known, held = len(distinct), np.concatenate([distinct, *keys])
+        for keys, owners in _batches(read_blocks(), low, end - 1 - low, capacity):
+            count, table = len(distinct), np.concatenate([distinct, *keys])
             keys.clear()  # free memory for the table
-            repeats = pandas.Series(held, copy=False).duplicated().to_numpy()
-            marked[np.concatenate(owners)[repeats[known:]]] = True
-            distinct = held[~repeats]
-    return marked
+            repeats = pandas.Series(table, copy=False).duplicated().to_numpy()
+            mask[np.concatenate(owners)[repeats[count:]]] = True
+            distinct = table[~repeats]
+    return mask
 
 
 def _batches(
@@ -162,10 +162,10 @@ def _batches(
     """Yield the keys from `low` to `low + span` and their document numbers, slightly more than `size` at a time."""
     keys, owners, count, start = [], [], 0, 0
     for block in blocks:
-        inside = (block - low <= span).nonzero()[0]
-        keys.append(block[inside])
-        owners.append(inside + start)
-        count, start = count + len(inside), start + len(block)
+        places = (block - low <= span).nonzero()[0]
+        keys.append(block[places])
+        owners.append(places + start)
+        count, start = count + len(places), start + len(block)
         if count > size:
             yield keys, owners
             keys, owners, count = [], [], 0

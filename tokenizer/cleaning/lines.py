@@ -7,8 +7,8 @@ import re
 from tokenizer.cleaning.characters import BLANKS
 
 RULER = "-=*_~#+|.·•─━│┃═║—–" + BLANKS
-# Marks of prose and of ruler lines. Brackets, quotes, slashes and number signs are not included: in code and Markdown their
-# number has a meaning. Three marks stay, because three are an ellipsis or a dash.
+# Marks of prose and of ruler lines. Brackets, quotes, slashes and number signs are not included: in code and Markdown
+# their number has a meaning. Three marks stay, because three are an ellipsis or a dash.
 MARKS = ".!?,;:-_=*~…·•–—‥。！？、，；：・～؟،؛۔।॥"
 REPEATED_MARK = re.compile(rf"([{re.escape(MARKS)}])\1{{3,}}")
 WORDLIKE = re.compile(r"[^\W_]")  # a letter or a number

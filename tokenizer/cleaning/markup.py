@@ -92,8 +92,8 @@ def _tag_replacement(match: re.Match) -> str:
     return " " if not space and not text[start - 1].isspace() and CELL_TAG.search(tags) else space
 
 
-# A URL continues through Latin, Greek and Cyrillic letters, but not through scripts that put no space after a URL. Marks
-# that end a sentence or close a bracket do not belong to the URL's end.
+# A URL continues through Latin, Greek and Cyrillic letters, but not through scripts that put no space after a URL.
+# Marks that end a sentence or close a bracket do not belong to the URL's end.
 IN_URL = r"[!#-'*-;=?-\[\]_a-z~\u00c0-\u052f]"
 URL = re.compile(
     r"[hfwHFW](?<![A-Za-z0-9@].)(?i:(?<=h)ttps?://|(?<=f)tp://|(?<=w)ww\.)[A-Za-z0-9\u00c0-\u052f]"

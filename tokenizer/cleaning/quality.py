@@ -27,8 +27,8 @@ UNSPACED_WORD = re.compile(rf"[^\w\s]*+[{UNSPACED_CLASS}][^\w\s]*+|[^\s{UNSPACED
 BULLETS = {*"•‣⁃∙▪▫◦●○■□◆◇►▶➢➤·・*+-"}
 LETTER = re.compile(r"[^\W\d_]")
 ELLIPSES = ("...", "…")
-# Unicode's sentence terminals (property STerm), those of Sinhala and Tibetan, ellipses, closing quotes; and any letter of
-# Thai and Lao, which end a sentence with a space.
+# Unicode's sentence terminals (property STerm), those of Sinhala and Tibetan, ellipses, closing quotes; and any letter
+# of Thai and Lao, which end a sentence with a space.
 ENDS = {
     *"!.?։؝؞؟۔܀܁܂߹࠷࠹࠽࠾।॥၊။።፧፨᙮᜵᜶។៕᠃᠉᥄᥅᪨᪩᪪᪫᭚᭛᭞᭟᭽᭾᰻᰼᱾᱿․‼‽⁇⁈⁉⳹⳺⳻⸮⸼⹓⹔。꓿꘎꘏꛳꛷꡶꡷꣎꣏꤯꧈꧉꩝꩞꩟꫰꫱꯫︒︕︖﹒﹖﹗！．？｡",
     *"෴།༎…‥\"'”’»›」』〉》",
@@ -72,7 +72,7 @@ class Page:
         return keys, length
 
     def share_of_top_sequence(self, n: int) -> float:
-        """Return the share of characters in the most frequent sequence of n words, or in the longest of the most frequent ones."""
+        """Return the share of characters in the most frequent sequence of n words (of several, in the longest)."""
         keys, length = self.sequences(n)
         _, first, counts = np.unique(keys, return_index=True, return_counts=True)
         if counts.max(initial=1) == 1:
@@ -88,8 +88,8 @@ class Page:
         depth = np.zeros(len(self.words) + 1, np.int64)
         depth[repeats] += 1
         depth[repeats + length] -= 1
-        inside = np.cumsum(depth)[:-1] > 0
-        return float(np.diff(self.ends)[inside].sum() / self.ends[-1])
+        is_repeat = np.cumsum(depth)[:-1] > 0
+        return float(np.diff(self.ends)[is_repeat].sum() / self.ends[-1])
 
     @cached_property
     def has_repeated_sequences(self) -> bool:
@@ -120,8 +120,9 @@ def _has_odd_words(page: Page) -> bool:
     return page.is_spaced and not shortest <= sum(map(len, words)) / len(words) <= longest
 
 
-# The first filter that returns true drops the document; slow filters come last. Limits are from Gopher (Rae et al. 2021,
-# arXiv:2112.11446, appendix A.1.1 and table A1) or, if marked, from FineWeb (Penedo et al. 2024, arXiv:2406.17557, section 3.6).
+# The first filter that returns true drops the document; slow filters come last. Limits are from Gopher (Rae et al.
+# 2021, arXiv:2112.11446, appendix A.1.1 and table A1) or, if marked, from FineWeb (Penedo et al. 2024,
+# arXiv:2406.17557, section 3.6).
 FILTERS: dict[str, Callable[[Page], bool]] = {
     "quality.short": lambda page: len(page.words) < 50,
     "quality.word_length": _has_odd_words,
@@ -136,14 +137,14 @@ FILTERS: dict[str, Callable[[Page], bool]] = {
     "quality.repeated_lines": lambda page: _repeated(page.lines) > 0.3,
     "quality.in_repeated_lines": lambda page: _in_repeated(page.lines) > 0.1,  # FineWeb's limit; Gopher's is 0.2
     **{
-        f"quality.top_{n}_words": lambda page, n=n, most=most: page.share_of_top_sequence(n) > most
-        for n, most in MOST_IN_TOP_SEQUENCE.items()
+        f"quality.top_{n}_words": lambda page, n=n, limit=limit: page.share_of_top_sequence(n) > limit
+        for n, limit in MOST_IN_TOP_SEQUENCE.items()
     },
     **{
-        f"quality.repeated_{n}_words": lambda page, n=n, most=most: (
-            page.has_repeated_sequences and page.share_of_repeated_sequences(n) > most
+        f"quality.repeated_{n}_words": lambda page, n=n, limit=limit: (
+            page.has_repeated_sequences and page.share_of_repeated_sequences(n) > limit
         )
-        for n, most in MOST_IN_REPEATED_SEQUENCES.items()
+        for n, limit in MOST_IN_REPEATED_SEQUENCES.items()
     },
 }
 

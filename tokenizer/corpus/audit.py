@@ -30,30 +30,31 @@ class Audit:
     may_exclude: bool  # whether --exclude can skip a file
 
     def check(self, counts: Counts, is_all: bool = True) -> None:
-        """Raise a `UserError` if too much text is unclean. If `is_all` is false, more text follows, and its size counts, too."""
-        where, left_out = ", ".join(self.inputs), self.left_out_words(counts)
+        """Raise a `UserError` if too much text is unclean. If `is_all` is false, more text follows, which counts."""
+        inputs, left_out = ", ".join(self.inputs), self.left_out_words(counts)
         or_exclude = " or skip it with --exclude" * self.may_exclude
         unclean = [name for name in LEFT_OUT if name in counts.first]  # no place is recorded for blank documents
         if self.strict and (unclean or self.links):
-            raise UserError(f"{where} is not clean ({left_out}), which --strict refuses{_worst(counts, *unclean)}.")
+            raise UserError(f"{inputs} is not clean ({left_out}), which --strict refuses{_worst(counts, *unclean)}.")
         if counts.unreadable_bytes > SKIPPED_SHARE * self.size:
             raise UserError(
-                f"{where}: {counted(counts.unreadable_files, 'file')} of {counts.unreadable_bytes:,} bytes cannot be read in full, "
-                f"more than half of {self.size:,} bytes{_worst(counts, 'unreadable_files')}; correct that, or skip the file with --exclude."
+                f"{inputs}: {counted(counts.unreadable_files, 'file')} of {counts.unreadable_bytes:,} bytes cannot be "
+                f"read in full, more than half of {self.size:,} bytes{_worst(counts, 'unreadable_files')}; correct "
+                f"that, or skip the file with --exclude."
             )
         if counts.documents == 0 and is_all:
-            raise UserError(f"{where} contains no text: {left_out or 'nothing was found'}{_worst(counts, *unclean)}.")
+            raise UserError(f"{inputs} contains no text: {left_out or 'nothing was found'}{_worst(counts, *unclean)}.")
         size = max(counts.bytes - 2 * counts.bad_bytes, 0 if is_all else self.most_bytes)  # U+FFFD takes three bytes
         if counts.bad_bytes > TOLERATED_SHARE * size:
             raise UserError(
-                f"{where} is not UTF-8 text: {counts.bad_bytes:,} of {size:,} bytes are invalid{_worst(counts, 'bad_bytes')}; "
-                f"convert it to UTF-8{or_exclude}."
+                f"{inputs} is not UTF-8 text: {counts.bad_bytes:,} of {size:,} bytes are invalid"
+                f"{_worst(counts, 'bad_bytes')}; convert it to UTF-8{or_exclude}."
             )
         if is_all and counts.empty_records > TOLERATED_SHARE * (counts.documents + counts.empty_records):
             is_broken = counts.worst()["empty_records"][1].get("why") == "broken"
             remedy = "correct that" if is_broken else "name the right column with --text_column"
             raise UserError(
-                f"{where}: {counts.empty_records:,} records have no text and {counts.documents:,} have text"
+                f"{inputs}: {counts.empty_records:,} records have no text and {counts.documents:,} have text"
                 f"{_worst(counts, 'empty_records')}; {remedy}{or_exclude}."
             )
 
@@ -63,7 +64,7 @@ class Audit:
 
 
 def _worst(counts: Counts, *names: str) -> str:
-    """Return the file with the most of the first of `names`, and the place of its first one, as the end of a sentence."""
+    """Return the file with the most of the first of `names`, and its first place, as the end of a sentence."""
     if not names or names[0] not in (worst := counts.worst()):
         return ""
     path, place = worst[names[0]]

@@ -23,9 +23,9 @@ SEPARATORS = {"line": re.compile(rb"\n"), "paragraph": re.compile(rb"\n[ \t\r]*\
 @dataclass(frozen=True)
 class ByteRange:
     """File, part of a file, or shard of a Hub dataset.
-    `start` and `stop` count bytes, row groups of a parquet file, or record batches of an arrow file. For a shard, `start` is its number. A compressed or
-    csv file is read whole. `limit`, for samples, reads only the lines in about the first `limit` bytes of such a file, or
-    `limit` rows of a parquet file."""
+    `start` and `stop` count bytes, row groups of a parquet file, or record batches of an arrow file. For a shard,
+    `start` is its number. A compressed or csv file is read whole. `limit`, for samples, reads only the lines in about
+    the first `limit` bytes of such a file, or `limit` rows of a parquet file."""
 
     path: str
     kind: Literal["text", "jsonl", "json", "csv", "parquet", "arrow", "hub"]
@@ -44,8 +44,7 @@ class ByteRange:
 
 def last_cut(text: str, start: int) -> int:
     """Return the last place to cut after `start`, or 0 if there is none."""
-    found = next(filter(None, (pattern.match(text, start) for pattern in LAST_CUTS)), None)
-    return found.end() if found else 0
+    return next((match.end() for pattern in LAST_CUTS if (match := pattern.match(text, start))), 0)
 
 
 def bounds(part: ByteRange, sample_by: str) -> tuple[int, int | None, bool]:
@@ -76,22 +75,22 @@ def place_to_cut(path: str, offset: int, by: str, limit: int | None = None) -> t
         lead += 1
     lead += window[lead - 1 : lead + 1] == b"\r\n"  # never cut within a line break
     text = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape").decode(window[lead:])  # whole characters
-    found = next(filter(None, (pattern.search(text) for pattern in FIRST_CUTS)), None)
-    if found is None and len(window) < WINDOW_BYTES:
+    match = next(filter(None, (pattern.search(text) for pattern in FIRST_CUTS)), None)
+    if match is None and len(window) < WINDOW_BYTES:
         return offset - 1 + len(window), True  # no place before the end of the file
-    cut = len(text[: found.end()].encode("utf-8", errors="surrogateescape")) if found else 0
-    return offset - 1 + lead + cut, found is not None
+    size = len(text[: match.end()].encode("utf-8", errors="surrogateescape")) if match else 0
+    return offset - 1 + lead + size, match is not None
 
 
 def _end_of(separator: re.Pattern, file: BinaryIO, limit: int | None) -> int | None:
     """Return the end of the next separator or of the file, or None if no separator begins before `limit`."""
-    position, held = file.tell(), b""
+    position, window = file.tell(), b""
     while block := file.read(WINDOW_BYTES):
-        held += block
-        if found := separator.search(held):
-            return position + found.end()
-        kept = held[-1024:]  # a separator can span two blocks
-        position, held = position + len(held) - len(kept), kept
+        window += block
+        if match := separator.search(window):
+            return position + match.end()
+        tail = window[-1024:]  # a separator can span two blocks
+        position, window = position + len(window) - len(tail), tail
         if limit is not None and position > limit:
             return None
-    return position + len(held)
+    return position + len(window)

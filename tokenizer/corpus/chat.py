@@ -30,7 +30,7 @@ class ChatTemplate:
 
     @staticmethod
     def read(name: str) -> str:
-        """Return the source of the built-in template `chatml` or of a file. Raise a `UserError` if it is not a template."""
+        """Return the source of the built-in template `chatml` or of a file. Raise a `UserError` for another file."""
         from jinja2 import TemplateSyntaxError
 
         if name == "chatml":
@@ -65,29 +65,29 @@ class ChatTemplate:
         chat = normalized(messages)
         if chat is None:
             raise ValueError("it is not a list of messages with role and content")
-        said = "".join(part for message in chat for part in message.values())
-        free = (chr(mark) for mark in MARKS if chr(mark) not in said)
+        content = "".join(part for message in chat for part in message.values())
+        free = (chr(mark) for mark in MARKS if chr(mark) not in content)
         marks: dict[str, str] = {}
 
-        def marked(found: re.Match) -> str:
-            first = found[0][0]
+        def masked_token(match: re.Match) -> str:
+            first = match[0][0]
             if first not in marks:
                 marks[first] = next(free)
-            return marks[first] + found[0][1:]
+            return marks[first] + match[0][1:]
 
         for message in chat:
             for name in message:
                 while self.control.search(message[name]):  # a token can contain another one
-                    message[name] = self.control.sub(marked, message[name])
+                    message[name] = self.control.sub(masked_token, message[name])
         try:
-            [rendered], _ = render([chat], chat_template=self.source, **self.variables)
+            [result], _ = render([chat], chat_template=self.source, **self.variables)
         except chat_rendering.TemplateLimitError as error:
             raise UserError(f"The chat template is not used: {error}; give another one.") from error
         except Exception as error:  # a template can raise any exception
             raise ValueError(f"the chat template cannot render it: {' '.join(str(error).split())[:200]}") from error
-        *parts, rest = self.control.split(rendered)  # text, token, text, token, ..., text
-        unmarked = {ord(mark): first for first, mark in marks.items()}
-        texts = [part.translate(unmarked) if marks else part for part in (*parts[::2], rest)]
+        *parts, tail = self.control.split(result)  # text, token, text, token, ..., text
+        originals = {ord(mark): first for first, mark in marks.items()}
+        texts = [part.translate(originals) if marks else part for part in (*parts[::2], tail)]
         return list(zip(texts, [*parts[1::2], None], strict=True))
 
 

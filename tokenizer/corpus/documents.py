@@ -1,7 +1,7 @@
 """Documents, read in pieces of about a megabyte, so that no document has to fit in memory.
 
-A document is a plain text file, or each of its lines or paragraphs, or a record of a jsonl, json, csv or parquet file or
-of a Hub dataset. Broken text is replaced or skipped, and counted.
+A document is a plain text file, or each of its lines or paragraphs, or a record of a jsonl, json, csv or parquet file
+or of a Hub dataset. Broken text is replaced or skipped, and counted.
 """
 
 import codecs
@@ -64,28 +64,28 @@ class Counts:
         for name, value in vars(later).items():
             if name != "first":
                 setattr(self, name, getattr(self, name) + value)
-        for name, found in later.first.items():  # older versions recorded one path and place
-            for path, (number, place) in (found if isinstance(found, dict) else {found[0]: (1, found[1])}).items():
+        for name, places in later.first.items():  # older versions recorded one path and place
+            for path, (number, place) in (places if isinstance(places, dict) else {places[0]: (1, places[1])}).items():
                 self.first.setdefault(name, {}).setdefault(path, [0, place])[0] += number
         return self
 
     def worst(self) -> dict[str, list]:
-        """Return, for each problem, the file with the most, and its first place with the `number` and the places in other `files`."""
+        """Return, by problem, the file with the most, its first place and `number`, and the places in all `files`."""
         worst = {}
-        for name, found in self.first.items():
-            path, (number, place) = max(found.items(), key=lambda item: item[1][0])
-            places = {other: place_words(found[other][1]) for other in [*found][:LISTED]}
-            worst[name] = [path, place | {"number": number, "files": places}]
+        for name, places in self.first.items():
+            path, (number, place) = max(places.items(), key=lambda item: item[1][0])
+            words = {file: place_words(places[file][1]) for file in [*places][:LISTED]}
+            worst[name] = [path, place | {"number": number, "files": words}]
         return worst
 
 
 def place_words(place: dict[str, Any], path: str | None = None) -> str:
-    """Return a place as the end of a sentence: `, line 3 (broken)`. With the path of the file, a byte becomes a line."""
+    """Return a place as the end of a sentence: `, line 3 (broken)`. With a `path`, a byte becomes a line."""
     if path is not None and "byte" in place:
         place = place | {"line": files.line_number(path, place["byte"])}
     units = ("line" if "line" in place else "byte", "record")
-    where = "".join(f", {unit} {place[unit]:,}" for unit in units if unit in place)
-    return where + (f" ({place['why']})" if "why" in place else "")
+    words = "".join(f", {unit} {place[unit]:,}" for unit in units if unit in place)
+    return words + (f" ({place['why']})" if "why" in place else "")
 
 
 class Limit(NamedTuple):
@@ -108,7 +108,7 @@ NO_LIMIT = Limit()
 
 @dataclass
 class Reader:
-    """Reader that divides files into documents and updates `counts`. `is_cut`: the text reached the limit, and the rest is left out."""
+    """Reader that divides files into documents and updates `counts`. `is_cut`: the limit was reached."""
 
     sample_by: str = "document"  # unit of a plain text file that becomes a document: document, paragraph or line
     chat: ChatTemplate | None = None
@@ -121,53 +121,55 @@ class Reader:
         Raise a `UserError` if the file cannot be read to its end. A file that may be skipped ends there instead."""
         if self.is_cut:
             return
-        held: list[Piece] = []  # the blank head of a document, until visible text follows
-        blank, ended = False, True  # a document that continues from an earlier part is not blank
+        head: list[Piece] = []  # the blank head of a document, until visible text follows
+        blank, is_complete = False, True  # a document that continues from an earlier part is not blank
         bad, good = self.counts.empty_records, self.counts.documents + self.counts.blank
         try:
             for piece in self._of_text(part) if part.kind == "text" else self._of_records(part):
                 text, starts, ends, control = piece
                 blank = (blank or starts) and control is None and (not text or text.isspace())
-                held.append(piece)
+                head.append(piece)
                 if not blank:
-                    yield from self._counted(held)
-                    held, ended = [], ends
+                    yield from self._counted(head)
+                    head, is_complete = [], ends
                     if self.is_cut:
                         return
                 elif ends:
                     self.counts.blank += 1
-                    held = []
-            yield from self._counted(held)  # the next part continues it
+                    head = []
+            yield from self._counted(head)  # the next part continues it
             self._check_records(part, bad, good)
         except files.UnreadableError as error:
             if not part.may_skip:
                 raise
             self.counts.note_unreadable(part.path, part.n_bytes, error)
-            if not ended:
+            if not is_complete:
                 yield Piece("", False, True)
 
-    def _check_records(self, part: ByteRange, bad_before: int, good_before: int) -> None:
-        """Raise an `UnreadableError` instead of counting the records without text if a file that may be skipped has too many."""
+    def _check_records(self, part: ByteRange, bad_start: int, good_start: int) -> None:
+        """Raise an `UnreadableError` for too many records without text, uncounted, in a file that may be skipped."""
         counts = self.counts
-        bad = counts.empty_records - bad_before
-        number = bad + counts.documents + counts.blank - good_before
+        bad = counts.empty_records - bad_start
+        number = bad + counts.documents + counts.blank - good_start
         if part.may_skip and bad > files.TOLERATED_SHARE * number:
             counts.empty_records -= bad
             _, place = counts.first["empty_records"].pop(part.path)
-            counts.first = {name: found for name, found in counts.first.items() if found}
-            where = f"{bad:,} of {number:,} records, the first in{place_words(place, part.path)[1:]}"
-            raise files.UnreadableError(f"{part.path} has no text in {where}.")
+            counts.first = {name: places for name, places in counts.first.items() if places}
+            place = place_words(place, part.path)[1:]
+            raise files.UnreadableError(
+                f"{part.path} has no text in {bad:,} of {number:,} records, the first in{place}."
+            )
 
     def _counted(self, pieces: list[Piece]) -> Iterator[Piece]:
         """Count and yield pieces up to the limit. The piece at the limit is cut between words and ends its document."""
         for piece in pieces:
             text, starts, _, _ = piece
-            size, left = len(text) if text.isascii() else len(text.encode()), self.limit.after(self.counts)
-            if size > left.bytes:
-                text = text.encode()[: int(left.bytes)].decode(errors="ignore")
+            size, remainder = len(text) if text.isascii() else len(text.encode()), self.limit.after(self.counts)
+            if size > remainder.bytes:
+                text = text.encode()[: int(remainder.bytes)].decode(errors="ignore")
                 text = text[: last_cut(text, 0)]
                 piece, size, self.is_cut = Piece(text, starts, True), len(text.encode()), True
-            if starts and (left.documents < 1 or (self.is_cut and not text)):
+            if starts and (remainder.documents < 1 or (self.is_cut and not text)):
                 self.is_cut = True
                 return
             self.counts.documents += starts
@@ -195,7 +197,7 @@ class Reader:
                 place = place | {"why": "broken"}
             if not segments:
                 self.counts.note("empty_records", 1, path, **place)
-            last = len(segments) - 1
+            final = len(segments) - 1
             for i, (text, control) in enumerate(segments):
                 text = self._valid(text, path, **place)
                 if len(text) > PIECE_BYTES:
@@ -203,32 +205,32 @@ class Reader:
                     blocks = ((text[at : at + PIECE_BYTES], at == places[-1]) for at in places)
                     *long, end = self._in_pieces(blocks, path, i == 0)
                     yield from long
-                    yield end._replace(ends_document=i == last, control=control)
+                    yield end._replace(ends_document=i == final, control=control)
                 else:
-                    yield Piece(text, i == 0, i == last, control)
+                    yield Piece(text, i == 0, i == final, control)
 
     def _in_pieces(
         self, texts: Iterable[tuple[str, bool]], path: str, starts: bool = True, stops: bool = True
     ) -> Iterator[Piece]:
         """Yield pieces, cut between words, from pairs (text, whether a document ends with it).
         `starts`: whether the first text begins a document. `stops`: whether the last text ends one."""
-        rest, ends, searched = "", True, 0
+        head, ends, position = "", True, 0
         for text, ends in texts:
-            rest += text
+            head += text
             if ends:
-                yield Piece(rest, starts, True)
-                rest, starts, searched = "", True, 0
-            elif len(rest) > PIECE_BYTES:
-                cut = last_cut(rest, searched)
-                if not cut and len(rest) > LONGEST_RUN:
+                yield Piece(head, starts, True)
+                head, starts, position = "", True, 0
+            elif len(head) > PIECE_BYTES:
+                end = last_cut(head, position)
+                if not end and len(head) > LONGEST_RUN:
                     self.counts.note("cut_words", 1, path)
-                    cut = len(rest) - rest.endswith("\r")  # never cut within a line break
-                if cut:
-                    yield Piece(rest[:cut], starts, False)
-                    rest, starts = rest[cut:], False
-                searched = 0 if cut else len(rest) - 2  # a cut at the last two characters depends on the next text
+                    end = len(head) - head.endswith("\r")  # never cut within a line break
+                if end:
+                    yield Piece(head[:end], starts, False)
+                    head, starts = head[end:], False
+                position = 0 if end else len(head) - 2  # a cut at the last two characters depends on the next text
         if not ends:
-            yield Piece(rest, starts, stops)
+            yield Piece(head, starts, stops)
 
     def _blocks(self, part: ByteRange) -> Iterator[str]:
         """Yield the text of a part of a file in quarters of a piece."""
@@ -258,23 +260,23 @@ class Reader:
         return text
 
 
-# ---- splitters of plain text: blocks -> (text, whether a document ends with it) ---------------------------------------
+# ---- splitters of plain text: blocks -> (text, whether a document ends with it) -----------------------------------
 
 
 def _lines(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
     """Yield lines without line ends. A line of more than a megabyte comes in several parts."""
-    rest, within = "", False
+    tail, is_within = "", False
     for block in blocks:
-        *lines, rest = (rest + block).split("\n")
+        *lines, tail = (tail + block).split("\n")
         for line in lines:
             yield line.removesuffix("\r"), True
-        within = within and not lines
-        if len(rest) > PIECE_BYTES:
-            kept = -1 if rest.endswith("\r") else len(rest)  # \r may belong to the line end
-            yield rest[:kept], False
-            rest, within = rest[kept:], True
-    if rest or within:
-        yield rest, True
+        is_within = is_within and not lines
+        if len(tail) > PIECE_BYTES:
+            end = -1 if tail.endswith("\r") else len(tail)  # \r may belong to the line end
+            yield tail[:end], False
+            tail, is_within = tail[end:], True
+    if tail or is_within:
+        yield tail, True
 
 
 def _paragraphs(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:

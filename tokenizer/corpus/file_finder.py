@@ -85,7 +85,7 @@ class FileFinder:
         return f"{entry} {problem}; {f'did you mean {near[0]}?' if near else 'check the path.'}"
 
     def _is_excluded(self, path: str) -> bool:
-        """Return whether a pattern of --exclude matches the end of `path`, relative to its input, or of a parent folder."""
+        """Return whether a pattern of --exclude matches the end of `path`, below its input, or of a parent folder."""
         paths = [PurePath(path), *PurePath(path).parents]
         return any(parent.match(pattern) for pattern in self.exclude for parent in paths)
 
@@ -116,8 +116,8 @@ class FileFinder:
 
 
 def _saved_by_datasets(folder: str, names: set[str]) -> set[str] | None:
-    """Return the names in a folder of `Dataset.save_to_disk` that hold its records, or None for another folder. Of a `DatasetDict`, these
-    are the splits `train` and `validation`."""
+    """Return the names in a folder of `Dataset.save_to_disk` that hold its records, or None for another folder. Of a
+    `DatasetDict`, these are the splits `train` and `validation`."""
     is_dict = "dataset_dict.json" in names
     if not is_dict and not {"state.json", "dataset_info.json"} <= names:
         return None

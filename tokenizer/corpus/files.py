@@ -93,8 +93,8 @@ def is_packed(path: str) -> bool:
 
 def suffix(path: str) -> str:
     """Return the suffix of the content: `.jsonl` for `a.jsonl.gz`."""
-    root, last = os.path.splitext(path.lower())
-    return os.path.splitext(root)[1] if last in DECOMPRESSORS else last
+    root, ending = os.path.splitext(path.lower())
+    return os.path.splitext(root)[1] if ending in DECOMPRESSORS else ending
 
 
 def opened(path: str, limit: int | None = None) -> BinaryIO:
@@ -154,27 +154,23 @@ def head(path: str) -> bytes:
 
 
 def check_text(head: bytes, path: str, may_skip: bool = False) -> None:
-    """Raise a `BinaryError` if a file that begins with `head` is binary, and an `UnreadableError` if it is UTF-16, or if it may be
-    skipped and too much of `head` is not UTF-8."""
+    """Raise a `BinaryError` if a file that begins with `head` is binary, and an `UnreadableError` if it is UTF-16, or
+    if it may be skipped and too much of `head` is not UTF-8."""
     has_mark = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     even, odd = head[:512:2], head[1:512:2]
     if has_mark or any(not nul.strip(b"\0") and ASCII_TEXT.fullmatch(text) for text, nul in ((even, odd), (odd, even))):
         raise UnreadableError(f"{path} is UTF-16 text; save it as UTF-8.")
-    most = TOLERATED_SHARE * len(head)
+    limit = TOLERATED_SHARE * len(head)
     valid, length = codecs.utf_8_decode(head, "ignore", False)  # an incomplete last character does not count
     invalid = 0 if head.isascii() else length - len(valid.encode())
-    is_compressed = invalid > most and len(head) - len(head.translate(None, NOT_OF_TEXT)) > most
+    is_compressed = invalid > limit and len(head) - len(head.translate(None, NOT_OF_TEXT)) > limit
     # The lengths and versions in the first bytes of most binary files have several NUL bytes.
-    if is_compressed or SIGNATURES.match(head) or head.count(0) > max(1, most) or head[:32].count(0) > 2:
-        remedy = (
-            f"unpack it with {unpack_command(path)}"
-            if path.endswith(PACKED_STORE)
-            else "unpack it or convert it to text"
-        )
-        raise BinaryError(f"{path} is a binary file; {remedy}.")
-    if may_skip and invalid > most:
-        where = f"{invalid:,} of the first {len(head):,} bytes are invalid, the first in line {first_bad_line(path):,}"
-        raise UnreadableError(f"{path} is not UTF-8 text: {where}; convert it to UTF-8.")
+    if is_compressed or SIGNATURES.match(head) or head.count(0) > max(1, limit) or head[:32].count(0) > 2:
+        command = f"with {unpack_command(path)}" if path.endswith(PACKED_STORE) else "or convert it to text"
+        raise BinaryError(f"{path} is a binary file; unpack it {command}.")
+    if may_skip and invalid > limit:
+        place = f"{invalid:,} of the first {len(head):,} bytes are invalid, the first in line {first_bad_line(path):,}"
+        raise UnreadableError(f"{path} is not UTF-8 text: {place}; convert it to UTF-8.")
 
 
 def unpack_command(archive: str | Path) -> str:

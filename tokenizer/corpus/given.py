@@ -78,19 +78,19 @@ class GivenDataset:
 
     def write(self, split: str, column: str, path: Path, limit: Limit) -> None:
         """Write the text of a split as jsonl, up to the limit or more. Raise a `UserError` before the disk is full."""
-        documents = characters = checked = 0
+        documents = characters = position = 0
         with path.open("w", encoding="utf-8") as file:
             for record in self.records(split, column):
                 value = record.get(column)
                 text = value if isinstance(value, str) else ""
                 content = value if text or isinstance(value, list) else None
-                file.write(json.dumps({column: content}, default=lambda other: None) + "\n")
+                file.write(json.dumps({column: content}, default=lambda value: None) + "\n")
                 documents += isinstance(value, list) or bool(text.strip())
                 characters += len(text)
                 if documents > limit.documents or characters > limit.bytes:
                     return
-                if characters > checked:
-                    checked = characters + CHECKED_CHARACTERS
+                if characters > position:
+                    position = characters + CHECKED_CHARACTERS
                     subject = (
                         f"{self.name} has more than {characters / 1e9:.1f} GB of text, and its rest needs at least"
                     )

@@ -22,8 +22,8 @@ HINTS["distilgpt2"] = " Did you mean distilbert/distilgpt2?"
 
 def unreachable() -> str | None:
     """Return the reason why the Hub cannot be reached, or None if it answers.
-    The check runs once per process: by default, the Hub's libraries try each file six times, for a minute or more. Without
-    an answer, the libraries of this process and its children are set to use only their cache."""
+    The check runs once per process: by default, the Hub's libraries try each file six times, for a minute or more.
+    Without an answer, the libraries of this process and its children are set to use only their cache."""
     from huggingface_hub import constants, get_session
 
     endpoint = constants.ENDPOINT
@@ -43,9 +43,9 @@ def unreachable() -> str | None:
 _reasons: dict[str, str | None] = {}  # by endpoint: the reason why it does not answer, or None
 
 
-def require(name: str, what: str, *files: str) -> None:
+def require(name: str, noun: str, *files: str) -> None:
     """Raise a `UserError` for a Hub id if the Hub cannot be reached and none of `files` is cached.
-    Names that are not Hub ids are not checked. `what` is a noun with its article."""
+    Names that are not Hub ids are not checked. `noun` has its article."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -53,10 +53,10 @@ def require(name: str, what: str, *files: str) -> None:
         is_cached = any(isinstance(try_to_load_from_cache(name, file), str) for file in files)
     except HFValidationError:
         return
-    if (why := unreachable()) is not None and not is_cached:
+    if (reason := unreachable()) is not None and not is_cached:
         raise UserError(
-            f"{name} is not a local path, the local Hub cache lacks {what} with this name, and the Hub cannot be reached ({why})."
-            f"{HINTS.get(name, '')}"
+            f"{name} is not a local path, the local Hub cache lacks {noun} with this name, and the Hub cannot be "
+            f"reached ({reason}).{HINTS.get(name, '')}"
         )
 
 
@@ -67,8 +67,9 @@ def shortened(error: Exception) -> str:
 
 @dataclass
 class HubDataset:
-    """Hub dataset, written as `user/name`, `user/name:config`, `user/name:config:split` or `user/name::split`, each with an
-    optional `@revision`. Without a split, `train` is its text, and `validation`, if it exists, is its validation text."""
+    """Hub dataset, written as `user/name`, `user/name:config`, `user/name:config:split` or `user/name::split`, each
+    with an optional `@revision`. Without a split, `train` is its text and `validation`, if it exists, its validation
+    text."""
 
     name: str
     config: str | None = None
@@ -78,10 +79,10 @@ class HubDataset:
     @classmethod
     def parse(cls, entry: str) -> Self | None:
         """Return the dataset that `entry` names, or None if it is not such an id, or is a local path."""
-        found = ID.fullmatch(entry)
-        if found is None or Path(entry).exists() or Path(entry.split("/")[0]).exists():
+        match = ID.fullmatch(entry)
+        if match is None or Path(entry).exists() or Path(entry.split("/")[0]).exists():
             return None
-        return cls(**found.groupdict())
+        return cls(**match.groupdict())
 
     def __str__(self) -> str:
         revision = f"@{self.revision}" if self.revision else ""
@@ -94,12 +95,13 @@ class HubDataset:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-        if (why := unreachable()) is not None:
-            raise UserError(f"{self.name} is not a local path, and the Hub cannot be reached ({why}).")
+        if (reason := unreachable()) is not None:
+            raise UserError(f"{self.name} is not a local path, and the Hub cannot be reached ({reason}).")
         reasons = {
             RepositoryNotFoundError: "has no such dataset, or it is private: log in with `hf auth login`",
-            GatedRepoError: "requires that you accept its conditions: open its page on the Hub, then log in with `hf auth login`",
-            RevisionNotFoundError: f"has no revision {self.revision} of this dataset; omit the revision or choose another one",
+            GatedRepoError: "requires that you accept its conditions: open its page, then log in with `hf auth login`",
+            RevisionNotFoundError: f"has no revision {self.revision} of this dataset; omit the revision or "
+            "choose another one",
         }
         try:
             commit = HfApi().dataset_info(self.name, revision=self.revision).sha
@@ -116,10 +118,10 @@ class HubDataset:
 
         try:
             source = {"split": self.split, "revision": self.revision}
-            found = datasets.load_dataset(self.name, self.config, **source, streaming=True)
-            if self.split is None and "train" not in found:
-                raise ValueError(f"it has no split train; name one of its splits, {', '.join(found)}")
-            return [found] if self.split else [found[name] for name in ("train", "validation") if name in found]
+            splits = datasets.load_dataset(self.name, self.config, **source, streaming=True)
+            if self.split is None and "train" not in splits:
+                raise ValueError(f"it has no split train; name one of its splits, {', '.join(splits)}")
+            return [splits] if self.split else [splits[name] for name in ("train", "validation") if name in splits]
         except Exception as error:  # depends on the versions of `datasets` and of the Hub's HTTP library
             raise UserError(f"{self} cannot be read from the Hub: {shortened(error)}.") from error
 

@@ -43,19 +43,20 @@ class NamedData:
 
 
 def find(entry: str) -> NamedData | None:
-    """Return the data set for a name, a name with a language (`wikipedia:de`) or a YAML file with a line `dataset:` or `package:`, or None.
-    A local path with the same name is not a named data set. Raise a `UserError` for a wrong file or a missing language."""
+    """Return the data set for a name, a name with a language (`wikipedia:de`) or a YAML file with a line `dataset:` or
+    `package:`, or None. A local path with the same name is not a named data set. Raise a `UserError` for a wrong file
+    or a missing language."""
     path, (name, _, language) = Path(entry), entry.partition(":")
     if path.suffix == ".yaml" and path.is_file():
         return _read(path) if re.search(rb"^(dataset|package):", path.read_bytes()[:4096], re.MULTILINE) else None
     if path.exists() or name not in names():
         return None
-    found = _read(FOLDER / f"{name}.yaml")
-    if (LANGUAGE in (found.config or "")) != bool(language):
+    data = _read(FOLDER / f"{name}.yaml")
+    if (LANGUAGE in (data.config or "")) != bool(language):
         raise UserError(
             f"{entry} {'has no languages' if language else f'needs a language, such as {name}:de'}; see --list."
         )
-    return NamedData(**vars(found) | {"config": found.config and found.config.replace(LANGUAGE, language)})
+    return NamedData(**vars(data) | {"config": data.config and data.config.replace(LANGUAGE, language)})
 
 
 def files_of(entry: str) -> dict[Path, bool] | None:
@@ -98,11 +99,11 @@ def template_of(entry: str) -> str | None:
 def listed() -> Iterator[str]:
     """Yield the text of `--list`."""
     for name in names():
-        found = _read(FOLDER / f"{name}.yaml")
-        shown = f"{name}:LANGUAGE" if LANGUAGE in (found.config or "") else name
-        yield f"{shown:<24} {found.hub or f'installed: {found.package}'}"
+        data = _read(FOLDER / f"{name}.yaml")
+        title = f"{name}:LANGUAGE" if LANGUAGE in (data.config or "") else name
+        yield f"{title:<24} {data.hub or f'installed: {data.package}'}"
         for label in ("use", "tokens", "license", "citation"):
-            yield f"    {label + ':':<10} {getattr(found, label) or 'not known'}"
+            yield f"    {label + ':':<10} {getattr(data, label) or 'not known'}"
 
 
 def _read(path: Path) -> NamedData:
@@ -111,9 +112,8 @@ def _read(path: Path) -> NamedData:
     wrong = sorted(content.keys() - names)
     wrong += [name for name in content if name in names and not isinstance(content[name], types.get(name, str) | None)]
     if wrong or not (content.get("dataset") or (content.get("package") and content.get("files"))):
-        raise UserError(
-            f"{path}: {', '.join(wrong) or 'dataset'} is unknown, missing or not text; it may have {', '.join(sorted(names))}."
-        )
+        keys = ", ".join(sorted(names))
+        raise UserError(f"{path}: {', '.join(wrong) or 'dataset'} is unknown, missing or not text; it may have {keys}.")
     if content.get("dataset") is None:
         return NamedData(**content)
     if ID.fullmatch(str(NamedData(**content).hub)) is None:

@@ -13,17 +13,17 @@ STANDARD_LIBRARY, DEPENDENCIES = "python", "dependencies of "
 
 def text_files(package: str, pattern: str, exclude: list[str]) -> list[Path]:
     """Return the files of a package in a fixed order. `python` is the standard library, and `dependencies of NAME` are
-    all packages that NAME needs. `pattern` is compared with the end of the path, and `exclude` with the name of each file
-    and folder. The list is empty if the package is not installed."""
+    all packages that NAME needs. `pattern` is compared with the end of the path, and `exclude` with the name of each
+    file and folder. The list is empty if the package is not installed."""
     if package == STANDARD_LIBRARY:
         return list(_walk(Path(sysconfig.get_path("stdlib")), pattern, exclude))
-    return sorted({path for each in _distributions(package) for path in _files(each, pattern, exclude)})
+    return sorted({path for part in _distributions(package) for path in _files(part, pattern, exclude)})
 
 
 def licenses(package: str, pattern: str, exclude: list[str]) -> dict[str, str]:
     """Return the license of each package that `text_files` reads, by its name and version."""
     distributions = _distributions(package) if package != STANDARD_LIBRARY else []
-    return {f"{each.name} {each.version}": _license(each) for each in distributions if _files(each, pattern, exclude)}
+    return {f"{part.name} {part.version}": _license(part) for part in distributions if _files(part, pattern, exclude)}
 
 
 def _files(distribution: Distribution, pattern: str, exclude: list[str]) -> list[Path]:
@@ -62,7 +62,7 @@ def _distributions(package: str) -> list[Distribution]:
             continue
         if root != package:
             requirements = map(Requirement, distributions[name].requires or ())
-            names += [each.name for each in requirements if each.marker is None or each.marker.evaluate({"extra": ""})]
+            names += [part.name for part in requirements if part.marker is None or part.marker.evaluate({"extra": ""})]
     return [distributions[name] for name in sorted(distributions) if root == package or name != root]
 
 

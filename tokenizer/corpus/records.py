@@ -24,7 +24,7 @@ Records = Iterator[tuple[dict[str, Any] | None, dict[str, int]]]
 
 
 def records(part: ByteRange) -> Records:
-    """Yield the records of a part. Raise a `UserError` if the file cannot be read to its end or a record is too large."""
+    """Yield the records of a part. Raise a `UserError` if the file cannot be read to its end, or for a huge record."""
     with files.readable(part.path):
         if part.kind in ("jsonl", "json", "csv") and part.start == 0:
             files.check_text(files.head(part.path), part.path, part.may_skip)
@@ -69,8 +69,8 @@ def _json(part: ByteRange) -> Records:
         content = file.read(LONGEST_RECORD)
     if len(content) == LONGEST_RECORD:
         raise ValueError(f"it is a list of over {LONGEST_RECORD >> 20} MiB; convert it to jsonl, one record per line")
-    listed = json.loads(content.decode("utf-8-sig", errors="surrogateescape"))
-    for i, record in enumerate(listed):
+    items = json.loads(content.decode("utf-8-sig", errors="surrogateescape"))
+    for i, record in enumerate(items):
         record = {part.column or TEXT_COLUMNS[0]: record} if isinstance(record, str) else record
         yield (record if isinstance(record, dict) else None), {"record": i + 1}
 
@@ -103,8 +103,8 @@ def _parquet(part: ByteRange) -> Records:
             row = sum(file.metadata.row_group(i).num_rows for i in range(part.start))
             for i in range(part.start, file.num_row_groups if part.stop is None else part.stop):
                 group = file.metadata.row_group(i)
-                rows_at_once = max(1, min(1024, BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)))
-                for batch in file.iter_batches(rows_at_once, row_groups=[i], columns=part.column and [part.column]):
+                batch_rows = max(1, min(1024, BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)))
+                for batch in file.iter_batches(batch_rows, row_groups=[i], columns=part.column and [part.column]):
                     for record in _rows(batch):
                         row += 1
                         yield record, {"record": row}
@@ -130,7 +130,7 @@ def _arrow(part: ByteRange) -> Records:
 
 
 def arrow_batches(path: str) -> Iterator[Any]:
-    """Yield the record batches of an arrow file, in the stream format that `datasets` writes, without copying them into memory."""
+    """Yield the record batches of an arrow file in the stream format that `datasets` writes, without copying them."""
     import pyarrow as pa
 
     with pa.memory_map(path) as file, pa.ipc.open_stream(file) as reader:
@@ -159,13 +159,13 @@ def _hub(part: ByteRange) -> Records:
 READERS = {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": _parquet, "arrow": _arrow, "hub": _hub}
 
 
-def text_column(record: dict[str, Any], wanted: str | None) -> str | None:
+def text_column(record: dict[str, Any], name: str | None) -> str | None:
     """Return the column with the text or chat of a record, or None if it is ambiguous."""
-    if wanted is not None:
-        return wanted if wanted in record else None
-    named = [name for name in TEXT_COLUMNS if name in record]
+    if name is not None:
+        return name if name in record else None
+    texts = [name for name in TEXT_COLUMNS if name in record]
     chats = [name for name in CHAT_COLUMNS if isinstance(record.get(name), list)]
-    if named or chats:
-        return [*named, *chats][0]
+    if texts or chats:
+        return [*texts, *chats][0]
     strings = [name for name, value in record.items() if isinstance(value, str) and not NUMBER.fullmatch(value)]
     return strings[0] if len(strings) == 1 else None

@@ -1,7 +1,7 @@
 """Corpus: the files and Hub datasets of `--input`, divided into units of work.
 
-One process reads one unit at a time: 16 MiB of a file, some small files, a compressed file, or a shard of a Hub dataset.
-Units do not depend on the number of processes, so neither does the store.
+One process reads one unit at a time: 16 MiB of a file, some small files, a compressed file, or a shard of a Hub
+dataset. Units do not depend on the number of processes, so neither does the store.
 """
 
 import codecs
@@ -55,8 +55,8 @@ class CorpusArguments:
     validation_fraction: float = setting(
         0.01,
         "Share of the text held out for validation, above 0 and below 1: whole documents, and the end of each "
-        "document longer than both 1 MiB and this share of all text. If there is only one document, its end. If a dataset has "
-        "a split `validation`, that split is used and nothing is held out.",
+        "document longer than both 1 MiB and this share of all text. If there is only one document, its end. If a "
+        "dataset has a split `validation`, that split is used and nothing is held out.",
         above=0,
         below=1,
     )
@@ -75,7 +75,7 @@ class CorpusArguments:
 
     def problems(self) -> Iterator[str]:
         if self.max_bytes is not None and not 1 <= self.limit.bytes < math.inf:
-            yield f"max_bytes is {self.max_bytes!r}; it must be a number above 0 with or without a unit, such as 500MB or 2GB."
+            yield f"max_bytes is {self.max_bytes!r}; it must be a number above 0, with a unit or none: 500MB or 2GB."
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ class NoTextColumnError(UserError):
 
 class Corpus:
     """Text of `inputs`.
-    `files` has one list per input. `has_chats` and `finder.skipped` are complete after `units`. `left_out` is the store's own folder, which is not read as text."""
+    `files` has one list per input. `has_chats` and `finder.skipped` are complete after `units`. `left_out` is the
+    store's own folder, which is not read as text."""
 
     def __init__(
         self,
@@ -124,20 +125,20 @@ class Corpus:
             self.hub = [hub and replace(hub, revision=arguments.revision) for hub in self.hub]
         self.files: list[list[TextFile]] = []
         self.finder, self.has_chats = FileFinder(arguments.exclude), False
-        own = os.path.join(os.path.abspath(left_out), "") if left_out is not None else None
-        seen: dict[str, str] = {}
+        folder = os.path.join(os.path.abspath(left_out), "") if left_out is not None else None
+        entries: dict[str, str] = {}  # by path
         for entry, hub in zip(inputs, self.hub, strict=True):
             self.files.append([])
             for file in self.finder.find(entry) if hub is None and entry not in given else ():
                 path = os.path.abspath(file.path)
-                if own is not None and path.startswith(own):
+                if folder is not None and path.startswith(folder):
                     continue
-                if path in seen:
+                if path in entries:
                     raise UserError(
-                        f"{file.path} is given twice, by {seen[path]} and by {entry}; give it once, with --weights 2 to use "
-                        f"it twice."
+                        f"{file.path} is given twice, by {entries[path]} and by {entry}; give it once, with "
+                        f"--weights 2 to use it twice."
                     )
-                seen[path] = entry
+                entries[path] = entry
                 self.files[-1].append(file)
 
     @property
@@ -210,8 +211,8 @@ class Corpus:
                 files.append(TextFile.at(path, is_named=True, val=split == "validation"))
 
     def units(self) -> list[Unit]:
-        """Divide the text into units. The text of validation splits comes first: of repeated documents, the first is kept.
-        Raise a `UserError` if the text column of files is ambiguous (one line per file), or a Hub dataset cannot be read."""
+        """Divide the text into units. Text of validation splits comes first: of repeated documents, the first is kept.
+        Raise a `UserError` if the text column of files is ambiguous (one line per file), or a Hub dataset is broken."""
         problems, tables, units, validation = [], [], [], []
         for entry, of_entry, hub, copies in zip(self.inputs, self.files, self.hub, self.weights, strict=True):
             ranges: list[tuple[int, ByteRange]] = []
@@ -226,13 +227,13 @@ class Corpus:
                         problems.append(str(error))
                     self.finder.skipped.note_unreadable(file.path, file.size, error)
             if hub is not None:
-                pinned = hub.pinned()
-                wanted = self.arguments.text_column or getattr(find(entry), "text_column", None)
-                splits = [pinned, replace(pinned, split="validation")][: len(pinned.streams)]
-                for dataset, found in zip(splits, (ranges, validation), strict=False):
-                    column = self._column(str(hub), dataset.records(), wanted)
+                snapshot = hub.pinned()
+                name = self.arguments.text_column or getattr(find(entry), "text_column", None)
+                splits = [snapshot, replace(snapshot, split="validation")][: len(snapshot.streams)]
+                for dataset, result in zip(splits, (ranges, validation), strict=False):
+                    column = self._column(str(hub), dataset.records(), name)
                     shards = range(dataset.streams[0].num_shards if column is not None else 0)
-                    found += [(UNIT_BYTES, ByteRange(str(dataset), "hub", shard, column=column)) for shard in shards]
+                    result += [(UNIT_BYTES, ByteRange(str(dataset), "hub", shard, column=column)) for shard in shards]
             units += [Unit(copies, group) for group in _grouped(ranges)]
         if validation:  # with a limit, which applies to all validation text together, it is one unit
             is_limited = self.arguments.limit != NO_LIMIT
@@ -249,8 +250,8 @@ class Corpus:
         name, size = file.path, file.size
         kind, column = kind_of(name, self.arguments.text_column), None
         if kind != "text":
-            found = (record for record, _ in records(ByteRange(name, kind, may_skip=not file.is_named)))
-            column = self._column(name, found, self.arguments.text_column)
+            head = (record for record, _ in records(ByteRange(name, kind, may_skip=not file.is_named)))
+            column = self._column(name, head, self.arguments.text_column)
             if column is None:
                 return []
         elif file.is_named or (
@@ -266,21 +267,21 @@ class Corpus:
             parts = [(min(UNIT_BYTES, size), start, stop) for start, stop in itertools.pairwise(bounds)]
         return [(n, ByteRange(name, kind, start, stop, column, not file.is_named)) for n, start, stop in parts]
 
-    def _column(self, label: str, records: Iterable[dict[str, Any] | None], wanted: str | None) -> str | None:
+    def _column(self, label: str, records: Iterable[dict[str, Any] | None], name: str | None) -> str | None:
         """Return the text column, or None if there are no records."""
         head = list(itertools.islice(records, SAMPLED_RECORDS))
-        known = list(filter(None, head))
-        for record in known:
-            if column := text_column(record, wanted):
-                self.has_chats |= any(chat.normalized(each.get(column)) for each in known)
+        valid = list(filter(None, head))
+        for record in valid:
+            if column := text_column(record, name):
+                self.has_chats |= any(chat.normalized(record.get(column)) for record in valid)
                 return column
-        if not known:
+        if not valid:
             return TEXT_COLUMNS[0] if head else None
-        missing = f"has no column {wanted!r}" if wanted else "has no obvious text column"
+        problem = f"has no column {name!r}" if name else "has no obvious text column"
         # In csv, None is the key of the values beyond the header.
-        names = ", ".join(" ".join(str(name).split()) for name in known[0] if name is not None)
+        names = ", ".join(" ".join(str(key).split()) for key in valid[0] if key is not None)
         raise NoTextColumnError(
-            f"{label} {missing}; its columns are {names[:300] or 'none'}: choose one with --text_column."
+            f"{label} {problem}; its columns are {names[:300] or 'none'}: choose one with --text_column."
         )
 
 
@@ -294,14 +295,14 @@ def kind_of(path: str, text_column: str | None = None) -> str:
     head = head.removeprefix(codecs.BOM_UTF8).strip()
     if re.match(rb'\[\s*["{\]]', head):
         return "json"
-    first, *more = head.split(b"\n")
+    first, *lines = head.split(b"\n")
     record = parsed(first) or {}
-    known = {text_column, *TEXT_COLUMNS, *CHAT_COLUMNS}
-    return "jsonl" if record and (more or known & record.keys()) else "text"
+    columns = {text_column, *TEXT_COLUMNS, *CHAT_COLUMNS}
+    return "jsonl" if record and (lines or columns & record.keys()) else "text"
 
 
 def _row_groups(name: str, kind: str) -> Iterator[tuple[int, int, int]]:
-    """Yield (bytes, first, end) of consecutive row groups, or record batches of an arrow file, that together have about one unit."""
+    """Yield (bytes, first, end) of consecutive row groups, or record batches, that together have about one unit."""
     from pyarrow import parquet
 
     with files.readable(name):

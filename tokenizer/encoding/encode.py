@@ -18,16 +18,16 @@ from tokenizer.encoding.words import END, WordSplitter, blocks
 NOTHING = -1  # no token follows the text
 TEXT_BYTES = 4096  # of words that are encoded together: the fastest of 300 to 16,000
 REMEMBERED_WORDS, REMEMBERED_IDS = 500_000, 4_000_000  # words and ids in memory, at most about 100 MB
-# Longer words are encoded in overlapping windows: Rust needs 45 bytes of memory per byte, and its time per byte grows with
-# the length of the word.
+# Longer words are encoded in overlapping windows: Rust needs 45 bytes of memory per byte, and its time per byte grows
+# with the length of the word.
 WINDOW, OVERLAP = 1 << 16, 1 << 12  # in bytes
 PLAIN = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "ignore_merges": False}
 UNKNOWN = 0xFFFFFFFF
 FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's name of a byte token
 
 
-# An encoder takes texts (UTF-8) and the id that follows each text, or NOTHING. Returns the ids of all texts in one array, (n,) of the
-# store's dtype, and the number of ids of each text including the id that follows, (texts,) int64.
+# An encoder takes texts (UTF-8) and the id that follows each text, or NOTHING. Returns the ids of all texts in one
+# array, (n,) of the store's dtype, and the number of ids of each text including the id that follows, (texts,) int64.
 Encoder = Callable[[list[bytes], list[int]], tuple[np.ndarray, np.ndarray]]
 
 
@@ -51,8 +51,8 @@ def encoder(rust: Tokenizer, dtype: np.dtype) -> Encoder:
 def byte_level_alphabet() -> dict[str, int]:
     """Map GPT-2's printable characters to bytes. Printable Latin-1 maps to itself, U+0100 and up to the other bytes."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
 
 
 def is_plain(rust: Tokenizer) -> bool:
@@ -77,8 +77,8 @@ def is_character(rust: Tokenizer) -> bool:
     if not isinstance(rust.model, models.WordLevel) or rust.normalizer is not None or rust.pre_tokenizer is None:
         return False
     tokens = rust.get_vocab().keys()
-    apart = len(rust.pre_tokenizer.pre_tokenize_str("a \n")) == 3
-    return apart and rust.model.unk_token not in tokens and all(len(token) == 1 for token in tokens)
+    is_split = len(rust.pre_tokenizer.pre_tokenize_str("a \n")) == 3
+    return is_split and rust.model.unk_token not in tokens and all(len(token) == 1 for token in tokens)
 
 
 def has_gpt2_words(rust: Tokenizer) -> bool:
@@ -90,7 +90,7 @@ def has_gpt2_words(rust: Tokenizer) -> bool:
 
 class WordEncoder:
     """Encoder for a BPE with GPT-2's words (Radford et al. 2019): `tokenizers` encodes each distinct word once.
-    The ids are those of `encode_batch_fast`, an order of magnitude faster, because few of them pass through Python objects."""
+    The ids are those of `encode_batch_fast`, an order of magnitude faster: few of them pass through Python objects."""
 
     def __init__(self, rust: Tokenizer, dtype: np.dtype):
         self.model, self.dtype = rust.model, dtype
@@ -123,9 +123,9 @@ class WordEncoder:
         first, count = self.first.take(of_word), self.count.take(of_word)
         count[ends] = follows
         until = np.cumsum(count, dtype=np.int32)  # (words,) number of ids up to the end of each word
-        where = np.repeat(first - (until - count), count)  # (n,) indices into the pool
-        where += np.arange(len(where), dtype=np.int32)
-        ids, until = self.pool.take(where), until[ends]
+        places = np.repeat(first - (until - count), count)  # (n,) indices into the pool
+        places += np.arange(len(places), dtype=np.int32)
+        ids, until = self.pool.take(places), until[ends]
         ids[until[follows] - 1] = follower[follows]
         return ids, np.diff(until, prepend=0).astype(np.int64)
 
@@ -154,30 +154,30 @@ class WordEncoder:
         Some kilobytes of words become one `Encoding`: one per word would double the time."""
         texts = [END.join([*block, b""]).decode("latin-1").translate(self.names) for block in blocks(words, TEXT_BYTES)]
         encodings = self.words.encode_batch_fast(texts, add_special_tokens=False)
-        ids = np.concatenate([np.zeros(0, self.dtype), *(np.array(each.ids, self.dtype) for each in encodings)])
+        ids = np.concatenate([np.zeros(0, self.dtype), *(np.array(encoding.ids, self.dtype) for encoding in encodings)])
         is_end = ids == self.end
         return ids[~is_end], np.diff(np.flatnonzero(is_end), prepend=-1).astype(np.int32) - 1
 
     def _encode_long(self, word: bytes) -> np.ndarray:
         """Return the ids of a word of any length, (n,).
-        A sequence of ids is correct if every two neighbors are the ids of their own text, because then no merge reaches across.
-        So two windows can be joined if the second begins with an id of the first."""
-        joined, start, stop = [], 0, WINDOW
+        A sequence of ids is correct if every two neighbors are the ids of their own text: then no merge reaches across.
+        So two windows can be windows if the second begins with an id of the first."""
+        windows, start, stop = [], 0, WINDOW
         ids = self._window(word, start, stop)
         while stop < len(word):
             from_end = self.lengths[ids][::-1].cumsum()[::-1]  # (n,) bytes from each id to the end of the window
-            kept = int((from_end > OVERLAP).sum())
-            middle = start + int(from_end[0] - from_end[kept]) if kept < len(ids) else stop
+            head = int((from_end > OVERLAP).sum())
+            middle = start + int(from_end[0] - from_end[head]) if head < len(ids) else stop
             following = self._window(word, middle, middle + WINDOW)
-            if 0 < kept < len(ids) and following[0] == ids[kept]:
-                joined.append(ids[:kept])
+            if 0 < head < len(ids) and following[0] == ids[head]:
+                windows.append(ids[:head])
                 ids, start, stop = following, middle, middle + WINDOW
             else:
                 stop, first = 2 * stop - start, ids[0]
                 ids = self._window(word, start, stop)
                 if start and ids[0] != first:  # the windows are joined at this id
                     return self._window(word, 0, len(word))
-        return np.concatenate([*joined, ids])
+        return np.concatenate([*windows, ids])
 
     def _window(self, word: bytes, start: int, stop: int) -> np.ndarray:
         text = word[start:stop].decode("latin-1").translate(self.names)
@@ -197,8 +197,8 @@ class RustEncoder:
             encodings = self.rust.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
         except Exception as error:  # the Rust library raises no narrower class
             raise UserError(f"The tokenizer cannot encode this text ({error}); use another tokenizer.") from error
-        encoded = [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
-        return _with_followers(np.concatenate(encoded), [len(ids) for ids in encoded], followed_by)
+        arrays = [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
+        return _with_followers(np.concatenate(arrays), [len(ids) for ids in arrays], followed_by)
 
 
 class CharacterEncoder:
@@ -213,8 +213,8 @@ class CharacterEncoder:
 
     def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts. Raise a `UserError` for a character that the tokenizer does not know."""
-        decoded = [text.decode() for text in texts]
-        points = np.frombuffer("".join(decoded).encode("utf-32-le"), dtype="<u4")
+        strings = [text.decode() for text in texts]
+        points = np.frombuffer("".join(strings).encode("utf-32-le"), dtype="<u4")
         ids = self.table[points]
         if (ids == UNKNOWN).any():
             character = chr(points[ids == UNKNOWN][0])
@@ -222,13 +222,13 @@ class CharacterEncoder:
                 f"The character {character!r} (U+{ord(character):04X}) is not among the {self.size} that this "
                 f"character tokenizer knows; remove it, or build the tokenizer from text that contains it."
             )
-        return _with_followers(ids.astype(self.dtype), [len(text) for text in decoded], followed_by)
+        return _with_followers(ids.astype(self.dtype), [len(text) for text in strings], followed_by)
 
 
 def _with_followers(ids: np.ndarray, counts: list[int], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    counted, follower = np.array(counts, dtype=np.int64), np.array(followed_by, dtype=np.int64)
+    lengths, follower = np.array(counts, dtype=np.int64), np.array(followed_by, dtype=np.int64)
     follows = follower != NOTHING
-    return np.insert(ids, np.cumsum(counted)[follows], follower[follows].astype(ids.dtype)), counted + follows
+    return np.insert(ids, np.cumsum(lengths)[follows], follower[follows].astype(ids.dtype)), lengths + follows
 
 
 def token_bytes(rust: Tokenizer) -> list[bytes]:
@@ -246,9 +246,9 @@ def token_bytes(rust: Tokenizer) -> list[bytes]:
         if byte_level:
             return bytes(map(to_byte.get, token)) if to_byte.keys() >= set(token) else token.encode()
         # Decode the id twice and use the second text, because many decoders strip the space at the beginning.
-        first, both = rust.decode([i], skip_special_tokens=False), rust.decode([i, i], skip_special_tokens=False)
+        once, twice = rust.decode([i], skip_special_tokens=False), rust.decode([i, i], skip_special_tokens=False)
         byte = FALLBACK.fullmatch(token)
-        return bytes.fromhex(byte[1]) if byte and first != token else both[len(first) :].encode()
+        return bytes.fromhex(byte[1]) if byte and once != token else twice[len(once) :].encode()
 
     return [of(i) for i in range(max(rust.get_vocab().values()) + 1)]
 

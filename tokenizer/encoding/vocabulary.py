@@ -29,9 +29,9 @@ END_OF_TEXT, PADDING = "<|endoftext|>", "<|pad|>"  # tokens with ids 0 and 1
 TRAINED_WORDS = 2_000_000  # number of word occurrences that the trainer gets
 COUNTED_BYTES = 4 << 20  # bytes counted at a time
 COUNTED_WORDS = 2_000_000  # maximum number of distinct words in memory
-# The trainer's time grows with the square of the length of a word: 80,000 letters took 4.2 s, 400,000 took minutes. Up to
-# 4 KB, the time per byte is constant. The trainer needs 100 times the memory of the distinct text; only long words make that
-# large.
+# The trainer's time grows with the square of the length of a word: 80,000 letters took 4.2 s, 400,000 took minutes. Up
+# to 4 KB, the time per byte is constant. The trainer needs 100 times the memory of the distinct text; only long words
+# make that large.
 LONGEST_COUNTED_WORD = 1024  # bytes: the trainer gets longer words in pieces
 COUNTED_PIECE_BYTES = 8_000_000  # total of these pieces, evenly spread
 LARGEST_GAP = 1_000_000  # ids that a tokenizer may leave out below its largest
@@ -44,8 +44,8 @@ OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "additional_chat_
 class VocabularyArguments:
     vocab_size: int | None = setting(
         None,
-        "Vocabulary size of a BPE trained on the text (default: 32000). Token stores, character tokenizers and existing "
-        "tokenizers have a fixed size: a flag with another value is an error, and a value in a YAML file is ignored.",
+        "Vocabulary size of a BPE trained on the text (default: 32000). Stores, character tokenizers and existing "
+        "tokenizers have a fixed size: a flag with another value is an error, one in a YAML file is ignored.",
         minimum=1,
         maximum=1_048_576,
     )
@@ -69,7 +69,7 @@ def build(
     say: Callable[[str], None] = print,
 ) -> "PreTrainedTokenizerBase | SavedTokenizer":
     """Return the `existing` tokenizer, or one built from `texts` according to `arguments`.
-    Raise a `UserError` if its size differs from `vocab_size` and `must_fit` is true, or `vocab_size` is too small for a BPE."""
+    Raise a `UserError` if its size differs from `vocab_size` and `must_fit` is true, or `vocab_size` is too small."""
     if existing is not None:
         tokenizer = existing
         check_ids(existing, arguments.tokenizer)
@@ -81,10 +81,10 @@ def build(
         special = [*arguments.special_tokens, *chat_tokens]
         return train_bpe(texts(), size, arguments.pad_token, special, say)  # the caller reports a smaller size
     if must_fit and arguments.vocab_size not in (None, len(tokenizer)):
-        of_what = arguments.tokenizer or "the character tokenizer of this text"
+        subject = arguments.tokenizer or "the character tokenizer of this text"
+        size = len(tokenizer)
         raise UserError(
-            f"vocab_size is {arguments.vocab_size} but {of_what} has {len(tokenizer)} tokens; "
-            f"set --vocab_size {len(tokenizer)}."
+            f"vocab_size is {arguments.vocab_size} but {subject} has {size} tokens; set --vocab_size {size}."
         )
     return tokenizer
 
@@ -92,22 +92,23 @@ def build(
 def problems(arguments: VocabularyArguments, chat_tokens: Iterable[str] = ()) -> list[str]:
     """Return the settings that are impossible or would be ignored, one sentence each."""
     if arguments.tokenizer is not None or arguments.tokenizer_type != "bpe":
-        ignored = "special_tokens apply only to a BPE trained on the text; leave out special_tokens, or tokenizer and tokenizer_type."
-        return [ignored] if arguments.special_tokens else []
+        remedy = "leave out special_tokens, or tokenizer and tokenizer_type"
+        problem = f"special_tokens apply only to a BPE trained on the text; {remedy}."
+        return [problem] if arguments.special_tokens else []
     special = _special_tokens(arguments.pad_token, [*arguments.special_tokens, *chat_tokens])
-    found = [
-        f"{token!r} cannot be a special token, because the BPE may create a token of text with the same name; use a name "
-        f"that is not a single word, such as <|{token or 'mark'}|>."
+    sentences = [
+        f"{token!r} cannot be a special token, because the BPE may create a token of text with the same name; use a "
+        f"name that is not a single word, such as <|{token or 'mark'}|>."
         for token in special
         if _may_be_text(token)
     ]
-    needed = 256 + len(special)
-    if arguments.vocab_size is not None and arguments.vocab_size < needed:
-        found.append(
-            f"vocab_size {arguments.vocab_size} is too small for a byte-level BPE: it needs {needed} (256 bytes and "
+    minimum = 256 + len(special)
+    if arguments.vocab_size is not None and arguments.vocab_size < minimum:
+        sentences.append(
+            f"vocab_size {arguments.vocab_size} is too small for a byte-level BPE: it needs {minimum} (256 bytes and "
             f"{len(special)} special tokens) before the first merge."
         )
-    return found
+    return sentences
 
 
 def _may_be_text(token: str) -> bool:
@@ -119,8 +120,8 @@ def _may_be_text(token: str) -> bool:
     return len(pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)) <= 1
 
 
-def _special_tokens(pad_token: str, more: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys([END_OF_TEXT, *([] if pad_token == "none" else [pad_token]), *more]))
+def _special_tokens(pad_token: str, tokens: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys([END_OF_TEXT, *([] if pad_token == "none" else [pad_token]), *tokens]))
 
 
 def train_bpe(
@@ -148,8 +149,8 @@ def train_bpe(
     counts, cut_words = count_words(texts)
     if cut_words:
         say(
-            f"{counted(cut_words, 'word')} of more than {LONGEST_COUNTED_WORD:,} bytes (text without spaces) cut into pieces for "
-            f"training the BPE; encoding does not cut words."
+            f"{counted(cut_words, 'word')} of more than {LONGEST_COUNTED_WORD:,} bytes (text without spaces) cut into "
+            f"pieces for training the BPE; encoding does not cut words."
         )
     words = _thinned(counts)  # each word is a separate text; they are passed in batches of thousands
     bpe.train_from_iterator(iter(lambda: list(itertools.islice(words, 10_000)), []), trainer)
@@ -163,11 +164,11 @@ def train_bpe(
 
 
 def count_words(texts: Iterable[str]) -> tuple[Counter[bytes], int]:
-    """Count the words of GPT-2's pattern. Also return the number of words that were too long for the trainer and were cut.
-    Above COUNTED_WORDS distinct words, words that occurred once are dropped. Above COUNTED_PIECE_BYTES, only every second,
-    fourth ... piece is counted."""
+    """Count the words of GPT-2's pattern. Also return the number of words that were too long for the trainer.
+    Above COUNTED_WORDS distinct words, words that occurred once are dropped. Above COUNTED_PIECE_BYTES, only every
+    second, fourth ... piece is counted."""
     splitter, counts, cut_words = WordSplitter(), Counter(), 0
-    pieces, seen, step = [], 0, 1
+    pieces, number_of_pieces, step = [], 0, 1
     for batch in blocks(itertools.chain(map(str.encode, texts), [b""]), COUNTED_BYTES):
         if len(counts) > COUNTED_WORDS:
             counts = Counter({word: number for word, number in counts.items() if number > 1})
@@ -178,9 +179,9 @@ def count_words(texts: Iterable[str]) -> tuple[Counter[bytes], int]:
                 continue
             cut_words += number
             for piece in _cut(word):
-                if seen % step == 0:
+                if number_of_pieces % step == 0:
                     pieces.append((piece, number))
-                seen += 1
+                number_of_pieces += 1
         while sum(len(piece) for piece, _ in pieces) > COUNTED_PIECE_BYTES:
             pieces, step = pieces[::2], 2 * step
     del counts[END]
@@ -201,8 +202,8 @@ def _cut(word: bytes) -> Iterator[bytes]:
 
 def _thinned(counts: Counter[bytes]) -> Iterator[str]:
     """Yield words as often as they occur, or proportionally less often if the trainer needs fewer.
-    The trainer would need 40 s to count the words of 115 MB. With an eighth of each count it takes 9 s, and each token has
-    0.1% less text on average. With all words of a fifth of the text, each token had 2.6% less."""
+    The trainer would need 40 s to count the words of 115 MB. With an eighth of each count it takes 9 s, and each token
+    has 0.1% less text on average. With all words of a fifth of the text, each token had 2.6% less."""
     times = max(1, counts.total() // TRAINED_WORDS)
     for word, number in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
         yield from itertools.repeat(word.decode(), (number + times // 2) // times)
@@ -223,7 +224,7 @@ def character_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
 
 @dataclass
 class SavedTokenizer:
-    """Tokenizer folder that Transformers 5 wrote. It has Transformers' names for what a store needs, without importing Transformers."""
+    """Tokenizer folder that Transformers 5 wrote, with Transformers' names for what a store needs."""
 
     folder: Path
     backend_tokenizer: Tokenizer
@@ -232,7 +233,7 @@ class SavedTokenizer:
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """Return the tokenizer, or None if it needs Transformers: it is not a local folder, has another form, or is damaged."""
+        """Return the tokenizer, or None if it needs Transformers: no local folder, another form, or damaged."""
         with suppress(Exception):  # the Rust library raises no narrower class
             config = schema.read(folder / "tokenizer_config.json")
             is_generic = config["backend"] == "tokenizers" and config["tokenizer_class"] in GENERIC_CLASSES
@@ -299,7 +300,7 @@ def _from_file(path: Path) -> "PreTrainedTokenizerFast":
 
 
 def check_ids(tokenizer: "PreTrainedTokenizerBase | SavedTokenizer", name: object) -> None:
-    """Raise a `UserError` if an id is far above the number of tokens: tables have an entry for each id. Small gaps occur."""
+    """Raise a `UserError` if an id is far above the number of tokens: tables have an entry for each id. Gaps occur."""
     if (largest := max(tokenizer.backend_tokenizer.get_vocab().values(), default=-1)) >= len(tokenizer) + LARGEST_GAP:
         raise UserError(f"{name} has {len(tokenizer):,} tokens, but the id {largest:,}; use another tokenizer.")
 

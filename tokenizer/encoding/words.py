@@ -4,8 +4,8 @@
 
 A word ends where the class of the bytes changes (letter, number, white space, other), with two exceptions. The last
 white space character of a run begins a new word, which includes the following text if the character is a space. Each of
-the seven English endings is a separate word. Texts are joined by the byte 0xFF, which UTF-8 never contains; each 0xFF is
-a separate word.
+the seven English endings is a separate word. Texts are joined by the byte 0xFF, which UTF-8 never contains; each 0xFF
+is a separate word.
 """
 
 import itertools
@@ -54,16 +54,16 @@ class WordSplitter:
         import pyarrow as pa  # installed with datasets; training from a store needs neither
 
         parts = [END.join([*block, b""]) for block in blocks(texts, BLOCK_BYTES)]  # each fits in the CPU cache
-        before = itertools.accumulate(map(len, parts), initial=0)
-        starts = [self.starts(part) + np.int32(start) for part, start in zip(parts, before, strict=False)]
-        joined = b"".join(parts)
-        offsets = np.concatenate([*starts, np.array([len(joined)], dtype=np.int32)])
-        return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(joined)])
+        bounds = itertools.accumulate(map(len, parts), initial=0)
+        starts = [self.starts(part) + np.int32(start) for part, start in zip(parts, bounds, strict=False)]
+        data = b"".join(parts)
+        offsets = np.concatenate([*starts, np.array([len(data)], dtype=np.int32)])
+        return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, [None, pa.py_buffer(offsets), pa.py_buffer(data)])
 
-    def starts(self, joined: bytes) -> np.ndarray:
-        """Return the first byte of each word of `joined` (n bytes, the last one 0xFF), (words,) int32."""
-        text = np.frombuffer(joined, dtype=np.uint8)  # (n,)
-        classes = np.frombuffer(joined.translate(BYTE_CLASSES), dtype=np.uint8)  # (n,)
+    def starts(self, data: bytes) -> np.ndarray:
+        """Return the first byte of each word of `data` (n bytes, the last one 0xFF), (words,) int32."""
+        text = np.frombuffer(data, dtype=np.uint8)  # (n,)
+        classes = np.frombuffer(data.translate(BYTE_CLASSES), dtype=np.uint8)  # (n,)
         lead_bytes = np.flatnonzero(classes == UNKNOWN)  # lead bytes of code points above ASCII
         if len(lead_bytes):
             classes = classes.copy()
@@ -119,5 +119,5 @@ class WordSplitter:
         pairs = [(one == first) & (two == second) for first, second in (b"re", b"ve", b"ll")]
         for chosen, length in ((short, 2), (np.logical_or.reduce(pairs), 3)):
             begins[at[chosen] + 1] = False
-            after = at[chosen] + length
-            begins[after[classes[after] == LETTER]] = True
+            ends = at[chosen] + length
+            begins[ends[classes[ends] == LETTER]] = True

@@ -1,16 +1,16 @@
 """Token store: format and reader. A store is a folder of token ids with metadata.
 
-train.bin, val.bin              ids, little-endian uint16 (uint32 for vocabularies of 65,500 tokens and more), which nanoGPT
-                                can read; every document ends with the end-of-text id, if the tokenizer has one
+train.bin, val.bin              ids, little-endian uint16 (uint32 for vocabularies of 65,500 tokens and more), as
+                                nanoGPT reads; every document ends with the end-of-text id, if the tokenizer has one
 train.bin.index, val.bin.index  end of each document in tokens, uint64, in datatrove's format
 tokenizer/                      loads with AutoTokenizer
 report.md                       text that was read, changed and left out, with examples
 inputs.json                     source files: name, size, modification time
 metadata.json                   description of the store, written last: without it, the store does not exist
 
-Format 1 can also be read. Instead of the indexes it has {train,val}.offsets.bin (int64, the start of each document, and the
-end). It has no report.md and no inputs.json, and its metadata contain neither settings nor counts. Older stores of format 2
-also have {train,val}.idx, indexes for Megatron, which are not read.
+Format 1 can also be read. Instead of the indexes it has {train,val}.offsets.bin (int64, the start of each document, and
+the end). It has no report.md and no inputs.json, and its metadata contain neither settings nor counts. Older stores of
+format 2 also have {train,val}.idx, indexes for Megatron, which are not read.
 """
 
 import hashlib
@@ -107,7 +107,7 @@ class TokenStore:
 
     def __init__(self, folder: str | Path):
         """Open the store in `folder`.
-        Raise a `UserError` if it is not a store, is unfinished, damaged or of a newer format, or has a different tokenizer."""
+        Raise a `UserError` if there is none, or it is unfinished, damaged, of a newer format or lacks its tokenizer."""
         self.folder = Path(folder)
         self.metadata = read_metadata(self.folder)
         problems = []
@@ -121,10 +121,10 @@ class TokenStore:
                         problems.append(f"{path.parent} is not the tokenizer that these tokens were encoded with.")
                 else:
                     with path.open("rb") as file:  # fails here if read permission is missing
-                        found = file.seek(0, os.SEEK_END)
-                    if found != size:
+                        length = file.seek(0, os.SEEK_END)
+                    if length != size:
                         problems.append(
-                            f"{path} is {found:,} bytes long, not {size:,}: it is truncated or was changed."
+                            f"{path} is {length:,} bytes long, not {size:,}: it is truncated or was changed."
                         )
         Problems(f"{problem} Delete it and build it again." for problem in problems).refuse()
 
@@ -142,9 +142,9 @@ class TokenStore:
         return np.fromfile(self.folder / tokens_file(split), np.dtype(self.metadata.dtype).newbyteorder("<"))
 
     def dataset(self, split: str, block_size: int) -> "Dataset":
-        """Return a split as a `datasets.Dataset` of `input_ids`, (tokens // block_size rows, block_size), for `Trainer`,
-        TRL and other programs. Its Arrow table is the memory map, which is not copied. The last tokens that do not fill
-        a block are left out. Raise a `UserError` if there is no full block."""
+        """Return a split as a `datasets.Dataset` of `input_ids`, (tokens // block_size rows, block_size), for
+        `Trainer`, TRL and other programs. Its Arrow table is the memory map, which is not copied. The last tokens that
+        do not fill a block are left out. Raise a `UserError` if there is no full block."""
         import datasets
         import pyarrow as pa
 
@@ -168,7 +168,8 @@ class TokenStore:
         offsets = index if self.metadata.format_version == 1 else np.concatenate([[0], index])
         if offsets[0] != 0 or offsets[-1] != tokens or (np.diff(offsets) < 0).any():
             raise UserError(
-                f"{path} is not the index of {tokens:,} tokens: it was changed. Delete {self.folder} and build it again."
+                f"{path} is not the index of {tokens:,} tokens: it was changed. Delete {self.folder} and build it "
+                f"again."
             )
         return offsets
 
@@ -176,23 +177,22 @@ class TokenStore:
         """Raise a `UserError` if the store's format lacks the index files that other programs read."""
         if self.metadata.format_version == 1:
             raise UserError(
-                f"{self.folder} is a store of format 1, which can be read but not packed or exported; build it again with "
-                f"another --output. It was created by: {self.metadata.command}"
+                f"{self.folder} is a store of format 1, which can be read but not packed or exported; build it again "
+                f"with another --output. It was created by: {self.metadata.command}"
             )
 
     def load_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """Return the tokenizer. Raise a `UserError` if it cannot be loaded or differs from its description in the metadata."""
+        """Return the tokenizer. Raise a `UserError` if it cannot be loaded or differs from the metadata."""
         from tokenizer.encoding import vocabulary
 
         tokenizer = vocabulary.load(self.folder / "tokenizer")
-        stated = self.metadata.vocab_size, self.metadata.eos_token_id
         vocabulary.check_ids(tokenizer, self.folder / "tokenizer")
-        found = len(tokenizer), tokenizer.eos_token_id
-        if stated != found:
+        size, eos = self.metadata.vocab_size, self.metadata.eos_token_id
+        if (size, eos) != (len(tokenizer), tokenizer.eos_token_id):
             raise UserError(
-                f"{self.folder / 'metadata.json'} states {stated[0]:,} tokens and end-of-text id {stated[1]}, but its tokenizer "
-                f"has {found[0]:,} tokens and end-of-text id {found[1]}: one of them was changed. Delete {self.folder} and build "
-                f"it again."
+                f"{self.folder / 'metadata.json'} states {size:,} tokens and end-of-text id {eos}, but its tokenizer "
+                f"has {len(tokenizer):,} tokens and end-of-text id {tokenizer.eos_token_id}: one of them was changed. "
+                f"Delete {self.folder} and build it again."
             )
         return tokenizer
 
@@ -204,7 +204,8 @@ class TokenStore:
             if largest >= self.metadata.vocab_size:
                 raise UserError(
                     f"{self.folder / f'{split}.bin'} contains token id {largest}, but its vocabulary has only "
-                    f"{self.metadata.vocab_size} tokens; the file or metadata.json was changed. Delete it and build it again."
+                    f"{self.metadata.vocab_size} tokens; the file or metadata.json was changed. Delete it and build it "
+                    f"again."
                 )
 
     def check_hashes(self, *splits: str) -> None:
@@ -212,13 +213,13 @@ class TokenStore:
         Raise a `UserError` if files were changed, or cannot be read."""
         problems = []
         for split, name_of in itertools.product(splits or SPLITS, (self.metadata.index_file, tokens_file)):
-            path, (stated, _) = self.folder / name_of(split), self.metadata.files[name_of(split)]
+            path, (recorded_sha256, _) = self.folder / name_of(split), self.metadata.files[name_of(split)]
             with disk_errors(path, "check its disk"):
-                found = file_sha256(path)
-            if found != stated:
+                sha256 = file_sha256(path)
+            if sha256 != recorded_sha256:
                 problems.append(
-                    f"{path} was changed or damaged: its SHA-256 is {found}, but metadata.json states {stated}. Restore the "
-                    f"original, or delete {self.folder} and build it again."
+                    f"{path} was changed or damaged: its SHA-256 is {sha256}, but metadata.json states "
+                    f"{recorded_sha256}. Restore the original, or delete {self.folder} and build it again."
                 )
         Problems(problems).refuse()
 
@@ -240,12 +241,12 @@ def read_metadata(folder: Path) -> Metadata:
     if not TokenStore.is_store(folder):
         if folder.name.endswith(PACKED_STORE) and folder.is_file():
             raise UserError(f"{folder} is a packed token store; unpack it with {unpack_command(folder)}.")
-        unfinished = folder.is_dir() and any((folder / f"{split}.bin").exists() for split in SPLITS)
-        what = "an unfinished token store" if unfinished else "not a token store"
-        text = folder if folder.exists() and not unfinished else "TEXT"
+        is_unfinished = folder.is_dir() and any((folder / f"{split}.bin").exists() for split in SPLITS)
+        noun = "an unfinished token store" if is_unfinished else "not a token store"
+        text = folder if folder.exists() and not is_unfinished else "TEXT"
         output = f"data/{folder.resolve().stem}" if folder.exists() else folder  # a store is written to a new folder
         raise UserError(
-            f"{folder} is {what}: it has no metadata.json. Create a store with "
+            f"{folder} is {noun}: it has no metadata.json. Create a store with "
             f"`python -m tokenizer.pretokenize --input {text} --output {output}`."
         )
     try:
@@ -301,11 +302,11 @@ def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
 
 def finish(folder: Path, splits: dict[str, tuple[int, int, int]], **about: Any) -> None:
     """Write the metadata of a store whose files and tokenizer exist. `splits`: (tokens, documents, bytes) per split."""
-    described = {
+    parts = {
         split: Split(*numbers, file_sha256(folder / tokens_file(split)), file_sha256(folder / index_file(split)))
         for split, numbers in splits.items()
     }
-    metadata = Metadata(**described, tokenizer_sha256=file_sha256(folder / "tokenizer" / "tokenizer.json"), **about)
+    metadata = Metadata(**parts, tokenizer_sha256=file_sha256(folder / "tokenizer" / "tokenizer.json"), **about)
     # Older versions refuse newer keys.
     newer = ("validation_splits", "licenses")
     content = {name: value for name, value in asdict(metadata).items() if value or name not in newer}
