@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from conftest import REPOSITORY, TINY, flags
-from tokenizer.corpus import file_finder
+from tokenizer.corpus import packages
 
 nbformat = pytest.importorskip("nbformat", reason="notebooks need: pip install nbclient ipykernel")
 nbclient = pytest.importorskip("nbclient", reason="notebooks need: pip install nbclient ipykernel")
@@ -95,8 +95,8 @@ def test_a_lesson_is_committed_with_its_outputs(lesson):
 def test_a_lesson_runs(lesson, monkeypatch, capfd):
     """In this process, because a kernel takes as long to start as a lesson, and on a third of the standard library."""
     pyplot = pytest.importorskip("matplotlib.pyplot", reason="lessons need: pip install matplotlib")
-    sources = file_finder._library_sources
-    monkeypatch.setattr(file_finder, "_library_sources", lambda root: list(sources(root))[::3])
+    text_files = packages.text_files
+    monkeypatch.setattr(packages, "text_files", lambda *parts: text_files(*parts)[::3])
     monkeypatch.setattr(pyplot, "show", lambda: pyplot.close("all"))
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(lesson.parent)
