@@ -30,7 +30,7 @@ def test_plan_prints_all_estimates_and_writes_nothing(store, tmp_path, capsys):
     assert "\n         (weights 0.00, gradients 0.00, optimizer 0.00" in output
     assert "measured peak, including the program itself: " in lines["Memory"]
     speed = re.search(
-        r"at ([\d,]+) tokens/s, (\S+) s/step \(measured over \d+ step.*; the first", " ".join(output.split())
+        r"at ([\d,]+) tokens/s, (\S+) s/step \(measured over [\d,]+ step.*; the first", " ".join(output.split())
     )
     assert float(speed[1].replace(",", "")) * float(speed[2]) == pytest.approx(TINY["tokens_per_step"], rel=0.01)
     assert "0.00 dollars at 2.00 dollars per hour" in lines["Cost"]
