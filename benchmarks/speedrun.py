@@ -1,7 +1,7 @@
 """Train the best model of a fixed text in a fixed time, as an entry that anyone can verify. Rules: docs/speedrun.md
 
 python -m benchmarks.speedrun --output mine.json                          # an entry with the settings of --budget 2m
-python -m benchmarks.speedrun --output mine.json --config mine.yaml       # with your own settings
+python -m benchmarks.speedrun --output mine.json --settings mine.yaml       # with your own settings
 python -m benchmarks.speedrun --verify benchmarks/results/speedrun-cpu.json
 """
 
@@ -36,7 +36,7 @@ RESULTS = ("text_sha256", "losses", "weights_sha256", "bits_per_byte")  # what a
 @dataclass
 class SpeedrunArguments:
     output: str | None = setting(None, "JSON file of the entry to write.")
-    config: str | None = setting(None, "YAML file of your settings; without it, those of --budget 2m.")
+    settings: str | None = setting(None, "YAML file of your settings; without it, those of --budget 2m.")
     verify: str | None = setting(None, "JSON file of an entry to train again and compare.")
 
 
@@ -87,11 +87,11 @@ def read_entry(path: Path) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> None:
     (options,) = FlagParser((SpeedrunArguments,), __doc__.splitlines()[0]).parse(arguments)
-    if (options.output is None) == (options.verify is None) or (options.verify and options.config):
-        raise UserError("Name --output for a new entry, with --config if you like, or --verify for an entry.")
+    if (options.output is None) == (options.verify is None) or (options.verify and options.settings):
+        raise UserError("Name --output for a new entry, with --settings if you like, or --verify for an entry.")
     entry = read_entry(Path(options.verify)) if options.verify else None
     with tempfile.TemporaryDirectory() as folder:
-        config = Path(options.config).resolve() if options.config else None
+        config = Path(options.settings).resolve() if options.settings else None
         if entry is not None:
             config = Path(folder) / "settings.yaml"
             config.write_text(yaml.safe_dump(entry["settings"]), encoding="utf-8")
