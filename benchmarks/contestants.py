@@ -183,11 +183,12 @@ def ours(folder: Path, workload: Workload, measurement: Measurement, more: dict[
 
 def raw(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
     """Measure our model in a minimal loop, which shows the overhead of Accelerate and the rest of a run."""
+    from common.memory import keep_freed_memory
     from modeling_gpt2scratch import GPT2ScratchConfig
     from tokenizer.store.store import TokenStore
     from training.data.batches import BatchPlan, TrainBatches, WindowOrder
     from training.data.run_data import place_tokens
-    from training.runtime.device import DeviceArguments, decide, keep_freed_memory
+    from training.runtime.device import DeviceArguments, decide
     from training.step.loss import NextTokenLoss
     from training.step.model import build_model
     from training.step.optim import OptimArguments, build_optimizer

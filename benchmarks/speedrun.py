@@ -1,7 +1,7 @@
 """Train the best model of a fixed text in a fixed time, as an entry that anyone can verify. Rules: docs/speedrun.md
 
 python -m benchmarks.speedrun --output mine.json                          # an entry with the settings of --budget 2m
-python -m benchmarks.speedrun --output mine.json --settings mine.yaml       # with your own settings
+python -m benchmarks.speedrun --output mine.json --settings mine.yaml     # with your own settings
 python -m benchmarks.speedrun --verify benchmarks/results/speedrun-cpu.json
 """
 
@@ -22,6 +22,7 @@ from common import schema
 from common.command_line import FlagParser, run
 from common.errors import NONSENSE, UserError
 from common.limits import setting
+from common.settings_file import read_yaml
 from tokenizer.corpus.units import Corpus, CorpusArguments
 from training.checkpoints.metrics import read_events, read_metrics
 from training.checkpoints.run_folder import RunFolder
@@ -30,6 +31,8 @@ from training.checkpoints.status import hours
 TEXT, SECONDS = "python-standard-library", 120.0
 SLACK = 1.05  # a run of --budget ends within 5% of its time
 TOLERANCE = 0.02  # bits per byte between types of CPU, and versions of PyTorch
+# Settings of files that the run would read or write in addition to its text and its folder
+FORBIDDEN = {"budget", "output_dir", "backup_dir", "init_from", "resume_from_checkpoint", "report_to", "tokenizer"}
 RESULTS = ("text_sha256", "losses", "weights_sha256", "bits_per_byte")  # what a repetition must give again
 
 
@@ -38,10 +41,6 @@ class SpeedrunArguments:
     output: str | None = setting(None, "JSON file of the entry to write.")
     settings: str | None = setting(None, "YAML file of your settings; without it, those of --budget 2m.")
     verify: str | None = setting(None, "JSON file of an entry to train again and compare.")
-
-
-def text_hash() -> str:
-    return Corpus([TEXT], CorpusArguments()).fingerprint()
 
 
 def train(folder: Path, config: Path | None) -> dict[str, Any]:
@@ -57,7 +56,7 @@ def train(folder: Path, config: Path | None) -> dict[str, Any]:
     digest = hashlib.sha256(b"".join(tensors[name].numpy().tobytes() for name in sorted(tensors)))
     settings = yaml.safe_load(run_folder.config.read_text(encoding="utf-8"))
     return {
-        "settings": {name: value for name, value in settings.items() if name not in ("budget", "output_dir")},
+        "settings": {name: value for name, value in settings.items() if name not in FORBIDDEN},
         "seconds": round(3600 * hours(read_events(run_folder.events)), 1),  # from the start, with compilation
         "losses": [[entry["step"], entry["loss"]] for entry in entries if "loss" in entry],
         "bits_per_byte": last["eval_bits_per_byte"],
@@ -79,10 +78,19 @@ def compare(entry: dict[str, Any], again: dict[str, Any]) -> list[str]:
 def read_entry(path: Path) -> dict[str, Any]:
     try:
         entry = schema.read(path, dict[str, Any])
-        {*RESULTS, "settings", "cpu", "torch", "python"} <= entry.keys() or entry["missing"]
+        if missing := {*RESULTS, "settings", "cpu", "torch", "python"} - entry.keys():
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
     except (OSError, *NONSENSE) as error:
         raise UserError(f"{path} is not an entry of this speedrun ({error}); name its JSON file.") from error
     return entry
+
+
+def settings_file(settings: Any, source: str, path: Path) -> Path:
+    """Write the settings of an entry to `path`. Raise a `UserError` for those that read or write anything else."""
+    if names := sorted(FORBIDDEN & settings.keys()) if isinstance(settings, dict) else ["no settings"]:
+        raise UserError(f"{source} has {', '.join(names)}, which the rules do not allow; leave that out.")
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return path
 
 
 def main(arguments: list[str]) -> None:
@@ -91,11 +99,12 @@ def main(arguments: list[str]) -> None:
         raise UserError("Name --output for a new entry, with --settings if you like, or --verify for an entry.")
     entry = read_entry(Path(options.verify)) if options.verify else None
     with tempfile.TemporaryDirectory() as folder:
-        config = Path(options.settings).resolve() if options.settings else None
-        if entry is not None:
-            config = Path(folder) / "settings.yaml"
-            config.write_text(yaml.safe_dump(entry["settings"]), encoding="utf-8")
-        head = about("speedrun", arguments) | {"cpu": cpu_name(), "commit": commit(), "text_sha256": text_hash()}
+        settings, config = read_yaml(Path(options.settings)) if options.settings else entry and entry["settings"], None
+        if settings is not None:
+            config = settings_file(settings, options.verify or options.settings, Path(folder) / "settings.yaml")
+        text, describe = Corpus([TEXT], CorpusArguments()), ["git", "describe", "--always", "--dirty=+"]
+        commit = subprocess.run(describe, cwd=REPOSITORY, capture_output=True, text=True, check=False).stdout.strip()
+        head = about("speedrun", arguments) | {"cpu": cpu_name(), "commit": commit, "text_sha256": text.fingerprint()}
         result = head | train(Path(folder) / "run", config)
     print(f"{result['bits_per_byte']:.4f} bits per byte after {result['seconds']:.1f} s")
     if entry is None:
@@ -108,12 +117,6 @@ def main(arguments: list[str]) -> None:
     else:
         same = "to the bit" if entry["weights_sha256"] == result["weights_sha256"] else f"within {TOLERANCE}"
         print(f"{options.verify} is repeated, {same}.")
-
-
-def commit() -> str:
-    """Return the commit of this repository, with `+` if files differ from it."""
-    command = ["git", "describe", "--always", "--abbrev=12", "--dirty=+"]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import performance, results, scaling, tokens_to_loss, train_step
+from benchmarks import performance, results, scaling, speedrun, tokens_to_loss, train_step
 from benchmarks.contestants import Measurement, Rung, compete
 from benchmarks.ladder import LADDER, WITHOUT_ONE
 from benchmarks.workload import Workload, make_store
@@ -85,3 +85,22 @@ def test_the_script_for_the_first_hour_on_a_gpu_runs_on_a_cpu_with_tiny_models(t
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("exit code 0 after") == 8
     assert "measured peak, including the program itself: " in done.stdout
+
+
+def test_speedrun_entries_are_compared_and_their_settings_confined(tmp_path):
+    path = results.RESULTS / "speedrun-cpu.json"
+    entry = speedrun.read_entry(path)
+    assert speedrun.compare(entry, entry) == []
+    assert speedrun.compare(entry, entry | {"weights_sha256": "0"}) == ["weights_sha256 differ"]
+    assert speedrun.compare(entry, entry | {"cpu": "other", "weights_sha256": "0", "bits_per_byte": 1.29}) == []
+    far = entry | {"torch": "3", "bits_per_byte": 1.4}
+    assert speedrun.compare(entry, far) == ["bits per byte differ by 0.1188, more than 0.02"]
+    assert "the text differs (the entry used Python" in speedrun.compare(entry, entry | {"text_sha256": ""})[0]
+    for name in ("init_from", "backup_dir"):
+        (tmp_path / "theirs.json").write_text(json.dumps(entry | {"settings": entry["settings"] | {name: "x"}}))
+        sentence = f"theirs.json has {name}, which the rules do not allow"
+        assert_user_error(sentence, speedrun.main, ["--verify", str(tmp_path / "theirs.json")])
+    (tmp_path / "theirs.json").write_text("{}")
+    sentence = "is not an entry of this speedrun \\(it lacks bits_per_byte, cpu"
+    assert_user_error(sentence, speedrun.main, ["--verify", str(tmp_path / "theirs.json")])
+    assert_user_error("Name --output for a new entry", speedrun.main, [])

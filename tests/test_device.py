@@ -64,7 +64,7 @@ def test_freed_memory_is_kept_for_reuse(launch):
     """64 MB are 16,384 pages; without the setting, each would be requested again five times."""
     code = """if True:
         import resource, torch
-        from training.runtime.device import keep_freed_memory
+        from common.memory import keep_freed_memory
         keep_freed_memory()
         torch.ones(1 << 24), torch.ones(1 << 24)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -32,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 from common.command_line import FlagParser, run
 from common.errors import UserError, disk_errors
 from common.limits import setting
+from common.memory import keep_freed_memory
 from tokenizer.corpus import hub
 from tokenizer.encoding import vocabulary
 from tokenizer.store.store import TokenStore
@@ -43,7 +44,7 @@ from training.evaluation import panel
 from training.evaluation.memorization import memorization
 from training.evaluation.scoring import score_split
 from training.report.report import evaluated_run, keep_evaluation, show_evaluation
-from training.runtime.device import keep_accelerate_from_sharding, keep_freed_memory
+from training.runtime.device import keep_accelerate_from_sharding
 
 
 def store_and_masking(model: str, data: str | None, flag: str = "data") -> tuple[TokenStore, bool]:

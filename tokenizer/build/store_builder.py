@@ -28,7 +28,6 @@ from tokenizer.build.recipe import Recipe
 from tokenizer.build.worker import DocumentSettings, Part, StorePlan, Workers, done_parts
 from tokenizer.cleaning import cleaning
 from tokenizer.cleaning.dedup import MinHasher
-from tokenizer.corpus.byte_range import ByteRange
 from tokenizer.corpus.chat import CHATML_TOKENS, ChatTemplate
 from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit
 from tokenizer.corpus.file_finder import TextFile
@@ -388,17 +387,24 @@ class StoreBuilder:
                     f"{current.size:,}. Delete {self.work}, and run the command on a copy that does not change."
                 )
 
-    def _validation_split(self, part: ByteRange) -> str:
-        """Return the name of the split, folder or packages that a part of the validation text comes from."""
-        if part.kind == "hub":
-            return part.path.split("@")[0]
+    def _validation_splits(self) -> list[str]:
+        """Return the names of the splits, folders or packages that the validation text comes from."""
+        packages: dict[str, str] = {}  # by path of the file
         for entry, files in zip(self.recipe.inputs, self.corpus.files, strict=True):
-            if any(file.path == part.path for file in files) and (named := find(entry)) and named.held_out:
-                return f"the packages {', '.join(named.held_out)} of {entry}"
-        return os.path.dirname(part.path).removeprefix(f"{self.work / 'text'}/")
+            if (named := find(entry)) is not None and named.held_out:
+                text = f"the packages {', '.join(named.held_out)} of {entry}"
+                packages |= dict.fromkeys((file.path for file in files), text)
+        parts = (part for unit in self.plan.units if unit.val for part in unit.ranges)
+        copies = f"{self.work / 'text'}/"  # of given datasets
+        names = (
+            part.path.split("@")[0]
+            if part.kind == "hub"
+            else packages.get(part.path) or os.path.dirname(part.path).removeprefix(copies)
+            for part in parts
+        )
+        return list(dict.fromkeys(names))
 
     def _describe(self, counts: Counts, outcomes: dict[str, cleaning.RuleStats], merger: Merger) -> None:
-        parts = (part for unit in self.plan.units if unit.val for part in unit.ranges)
         paths = {part.path for unit in self.plan.units for part in unit.ranges if part.kind == "hub"}
         counters = asdict(counts) | {"first": counts.worst()}
         report.describe(
@@ -409,7 +415,7 @@ class StoreBuilder:
             sources=self.recipe.inputs,
             hub_datasets=[hub.name for hub in self.corpus.hub if hub is not None],
             commits={dataset.name: dataset.revision for dataset in map(open_dataset, paths)},
-            validation_splits=list(dict.fromkeys(map(self._validation_split, parts))),
+            validation_splits=self._validation_splits(),
             licenses=licenses(self.recipe.inputs),
             settings=self.plan.settings_of_user,
             counts=counters | {"links": self.corpus.finder.links, "tails": len(merger.progress.tails)},

@@ -7,7 +7,6 @@ The folder of unfinished work has `plan.json`, `store/` with the tokenizer, and 
 000012.json                counts, and hashes of the other files, written last: without it, the part does not exist
 """
 
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -17,7 +16,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -30,6 +29,7 @@ import xxhash
 from common import schema
 from common.atomic import write_atomic
 from common.errors import UserError, check_format, disk_errors
+from common.memory import keep_freed_memory
 from tokenizer.cleaning.cleaning import Cleaner, RuleStats
 from tokenizer.cleaning.dedup import BANDS, KEYS, MinHasher
 from tokenizer.corpus.chat import ChatTemplate
@@ -39,11 +39,8 @@ from tokenizer.encoding import encode
 from tokenizer.store.store import RESUMES, SPLITS
 
 PLAN_VERSION = 1
-BATCH_BYTES = 4 << 20  # bytes utf8 together: smaller batches reuse fewer words, larger batches need more memory
+BATCH_BYTES = 4 << 20  # bytes encoded together: smaller batches reuse fewer words, larger batches need more memory
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"  # forked processes of macOS may crash in its libraries
-# Options of glibc (malloc.h): keep the memory of short-lived arrays of a few megabytes. Returning it to the system took
-# a fifth of a worker's time.
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 @dataclass(frozen=True)
@@ -329,10 +326,7 @@ def _begin() -> None:
     Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     gc.set_threshold(100_000)  # searching short-lived objects for reference cycles doubled their cost
-    with suppress(OSError, AttributeError):  # not glibc
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_TRIM_THRESHOLD, 1 << 28)
-        mallopt(M_MMAP_THRESHOLD, 1 << 25)
+    keep_freed_memory()
     import datasets  # noqa: F401  now, while the main process plans
 
 

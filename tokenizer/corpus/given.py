@@ -31,7 +31,8 @@ class GivenDataset:
 
     @classmethod
     def of(cls, data: Any, number: int) -> "GivenDataset":
-        """Raise a `UserError` if `data` is not a dataset, or has no rows or no split train."""
+        """Return `data` as splits, named after its type and its number in the input, if that is not 1.
+        Raise a `UserError` if it is not a dataset, or has no rows or no split train."""
         import datasets
 
         name = f"{type(data).__name__}{f' {number}' if number > 1 else ''}"
@@ -78,7 +79,7 @@ class GivenDataset:
 
     def write(self, split: str, column: str, path: Path, limit: Limit) -> None:
         """Write the text of a split as jsonl, up to the limit or more. Raise a `UserError` before the disk is full."""
-        documents = characters = position = 0
+        documents = characters = next_check = 0
         with path.open("w", encoding="utf-8") as file:
             for record in self.records(split, column):
                 value = record.get(column)
@@ -89,8 +90,8 @@ class GivenDataset:
                 characters += len(text)
                 if documents > limit.documents or characters > limit.bytes:
                     return
-                if characters > position:
-                    position = characters + CHECKED_CHARACTERS
+                if characters > next_check:
+                    next_check = characters + CHECKED_CHARACTERS
                     subject = (
                         f"{self.name} has more than {characters / 1e9:.1f} GB of text, and its rest needs at least"
                     )

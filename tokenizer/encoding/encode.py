@@ -94,9 +94,8 @@ class WordEncoder:
 
     def __init__(self, rust: Tokenizer, dtype: np.dtype):
         self.model, self.dtype = rust.model, dtype
-        self.words = Tokenizer(
-            rust.model
-        )  # without a pattern: it receives words that END separates, which never merges
+        # Without a pattern: it receives words that END separates, which never merges.
+        self.words = Tokenizer(rust.model)
         self.splitter = WordSplitter()
         self.names = {byte: character for character, byte in byte_level_alphabet().items()}
         vocabulary = rust.get_vocab(with_added_tokens=False)
@@ -161,7 +160,7 @@ class WordEncoder:
     def _encode_long(self, word: bytes) -> np.ndarray:
         """Return the ids of a word of any length, (n,).
         A sequence of ids is correct if every two neighbors are the ids of their own text: then no merge reaches across.
-        So two windows can be windows if the second begins with an id of the first."""
+        So two windows can be joined if the second begins with an id of the first."""
         windows, start, stop = [], 0, WINDOW
         ids = self._window(word, start, stop)
         while stop < len(word):

@@ -107,7 +107,7 @@ class TokenStore:
 
     def __init__(self, folder: str | Path):
         """Open the store in `folder`.
-        Raise a `UserError` if there is none, or it is unfinished, damaged, of a newer format or lacks its tokenizer."""
+        Raise a `UserError` if there is none, or it is unfinished, damaged, of a newer format or has another tokenizer."""
         self.folder = Path(folder)
         self.metadata = read_metadata(self.folder)
         problems = []
@@ -144,7 +144,7 @@ class TokenStore:
     def dataset(self, split: str, block_size: int) -> "Dataset":
         """Return a split as a `datasets.Dataset` of `input_ids`, (tokens // block_size rows, block_size), for
         `Trainer`, TRL and other programs. Its Arrow table is the memory map, which is not copied. The last tokens that
-        do not fill a block are left out. Raise a `UserError` if there is no full block."""
+        do not fill a block are left out. Raise a `UserError` if the split is shorter than a block."""
         import datasets
         import pyarrow as pa
 

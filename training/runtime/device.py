@@ -1,10 +1,8 @@
 """Device setup of a run: device, precision, compilation and attention kernel."""
 
-import ctypes
 import os
 import re
 import shutil
-import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +19,6 @@ from training.runtime.compilation import decide_compilation
 from training.runtime.hardware import device_name, peak_flops
 from training.runtime.launcher import is_alone_by_mistake
 
-_MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # parameters of glibc's mallopt
 # Lowest compute capability of PyTorch's builds for CUDA 13. Torch 2.14 is the last for CUDA 12.6 (pytorch#190385).
 OLDEST_CAPABILITY = (7, 5)
 SHARDING = "ACCELERATE_USE_FSDP"  # variable that the launcher sets
@@ -212,16 +209,6 @@ def _sharding(notes: list[str]) -> str | None:
 def keep_accelerate_from_sharding() -> None:
     """Clear the launcher's variable after it was read: Transformers would load weights in only one process."""
     os.environ[SHARDING] = "false"
-
-
-def keep_freed_memory() -> None:
-    """Make glibc keep freed memory, because each step on a CPU frees memory that the next step allocates again.
-    By default, glibc returns large blocks to the system, which must clear every page again: a third of a step's
-    time."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_MMAP_MAX, 0)
-        libc.mallopt(_TRIM_THRESHOLD, -1)
 
 
 def memory_of_others() -> str:
