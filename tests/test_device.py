@@ -63,7 +63,7 @@ def test_attention_kernel_is_the_one_that_pytorch_reports(dropout, mask_document
 def test_freed_memory_is_kept_for_reuse(launch):
     """64 MB are 16,384 pages; without the setting, each would be requested again five times."""
     code = """if True:
-        import resource, torch
+        import resource, torch, training.runtime.device
         from common.memory import keep_freed_memory
         keep_freed_memory()
         torch.ones(1 << 24), torch.ones(1 << 24)
