@@ -59,7 +59,7 @@ def renew(folder: Path, kind: str, patterns: Iterable[str]) -> None:
         is_empty = folder.is_dir() and {path.name for path in folder.iterdir()} <= {UNFINISHED_MARK}
         if folder.is_symlink() or not (is_empty or is_marked(folder, kind)):
             raise UserError(f"{folder} exists and was not written by this command; move it elsewhere, or delete it.")
-        discard(folder, (*patterns, MARK, UNFINISHED_MARK))
+        discard(folder, (*patterns, MARK))
     mark(folder, kind)
 
 
@@ -100,6 +100,7 @@ def _empty(trash: Path, patterns: Iterable[str], path: Path) -> Path | None:
 
 
 def is_known(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a relative path matches a pattern in `patterns` or in `LITTER`."""
-    path = PurePosixPath("/", name)  # a pattern without a slash at its beginning matches the end of a path
+    """Return whether a relative path, or that of the file whose `write_atomic` was killed, matches a pattern in
+    `patterns` or in `LITTER`."""
+    path = PurePosixPath("/", name.removesuffix(".tmp"))  # a pattern without a slash at its beginning matches the end
     return any(path.match(f"/{pattern}".removeprefix("/**/")) for pattern in (*LITTER, *patterns))

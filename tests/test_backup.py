@@ -203,6 +203,8 @@ def test_kill_9_never_leaves_a_partial_checkpoint(drive, tmp_path):
         backup_run = complete_checkpoints(drive)
         assert backup_run[0] == original
         assert [damage(checkpoint) for checkpoint in backup_run] == [None] * len(backup_run)
+    (drive / ".step_00000002.unfinished").mkdir(exist_ok=True)
+    (drive / ".step_00000002.unfinished" / "manifest.json.tmp").touch()  # a kill between opening and renaming
     sweep(drive)
     assert all(path.name.startswith("step_") for path in drive.iterdir())
 

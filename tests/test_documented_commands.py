@@ -172,6 +172,14 @@ INSTEAD = {
     "tests/test_benchmarks.py": {
         f"python -m benchmarks.{name}": "writes a page of docs/"
         for name in ("performance", "scaling", "tokens_to_loss")
+    }
+    | {
+        f"python -m benchmarks.speedrun {flags}": "takes minutes"
+        for flags in (
+            "--output mine.json",
+            "--output mine.json --settings mine.yaml",
+            "--verify benchmarks/results/speedrun-cpu.json",
+        )
     },
     f"python -m training.sweep --vary learning_rate=1e-3 --validation_fraction 0.01 {SMALL}": {
         "python -m training.sweep --max_steps 70 --vary learning_rate=1e-2,2e-2,4e-2": "takes long"
