@@ -26,7 +26,7 @@ def execute(last: str, **parameters) -> dict[str, str]:
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert len(titles) == len(code)
     for name, value in parameters.items():
-        code[0].source, times = re.subn(rf"(?m)^{name} = .*", lambda _: f"{name} = {value!r}", code[0].source)  # noqa: B023
+        code[0].source, times = re.subn(rf"(?m)^{name} = .*(?=  # @param)", lambda _: f"{name} = {value!r}", code[0].source)  # noqa: B023
         assert times == 1, name
     notebook.cells = code[: titles.index(last) + 1]
     nbclient.NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": NOTEBOOK.parent}}).execute()
@@ -52,6 +52,8 @@ def test_a_machine_is_lost_and_the_same_cells_go_on(store, tmp_path, monkeypatch
     run, drive = tmp_path / "machine" / "tiny", tmp_path / "drive"
     parameters = {"DATA": str(store.folder), "RUN": str(run), "DRIVE": str(drive), "PROMPT": "the", "LOOK_HOURS": 1e-6}
     parameters["FLAGS"] = " ".join(flags(**TINY, vocab_size=300))
+    (run.parent / "compiled").mkdir(parents=True)
+    (run.parent / "compiled" / "kernel").touch()  # as if the run had compiled something
     said = execute("Train", **parameters)
     assert "Device:  CPU" in said["Measure the speed"]
     assert "step_00000006 is in" in said["Measure the speed"] + said["Train"]
@@ -59,6 +61,7 @@ def test_a_machine_is_lost_and_the_same_cells_go_on(store, tmp_path, monkeypatch
     shutil.rmtree(run.parent)
     shutil.rmtree(drive / "tiny" / "checkpoints" / "step_00000006")  # the machine went before it was copied
     said = execute("End the session", **parameters)
+    assert (run.parent / "compiled" / "kernel").is_file()
     assert "step_00000003 is restored" in said["Train"]
     assert "resuming from step_00000003" in " ".join(said["Train"].split())  # wrapped to the terminal
     lines = re.findall(r"(?m)^step (\d)/6  loss .* lr .*$", said["Train"])
