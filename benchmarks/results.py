@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,12 @@ def about(module: str, arguments: list[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in PACKAGES},
     }
+
+
+def commit() -> str:
+    """Return the commit of the code, with a `+` if files differ from it."""
+    command = ["git", "describe", "--always", "--dirty=+"]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def write(name: str, result: dict[str, Any]) -> Path:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from safetensors.torch import load_file
 
-from benchmarks.results import REPOSITORY, about, cpu_name
+from benchmarks.results import REPOSITORY, about, commit, cpu_name
 from common import schema
 from common.command_line import FlagParser, run
 from common.errors import NONSENSE, UserError
@@ -102,9 +102,8 @@ def main(arguments: list[str]) -> None:
         settings, config = read_yaml(Path(options.settings)) if options.settings else entry and entry["settings"], None
         if settings is not None:
             config = settings_file(settings, options.verify or options.settings, Path(folder) / "settings.yaml")
-        text, describe = Corpus([TEXT], CorpusArguments()), ["git", "describe", "--always", "--dirty=+"]
-        commit = subprocess.run(describe, cwd=REPOSITORY, capture_output=True, text=True, check=False).stdout.strip()
-        head = about("speedrun", arguments) | {"cpu": cpu_name(), "commit": commit, "text_sha256": text.fingerprint()}
+        text = Corpus([TEXT], CorpusArguments())
+        head = about("speedrun", arguments) | {"cpu": cpu_name(), "commit": commit(), "text_sha256": text.fingerprint()}
         result = head | train(Path(folder) / "run", config)
     print(f"{result['bits_per_byte']:.4f} bits per byte after {result['seconds']:.1f} s")
     if entry is None:

@@ -118,7 +118,8 @@ def find_models(name: str) -> tuple[list[DemoModel], list[str], list[str]]:
     try:
         run = RunFolder(run_of(path))
     except UserError:
-        return [DemoModel(path.name, str(path), [])] if path.exists() else on_hub(name), [], []
+        own = [DemoModel(path.resolve().name, str(path), [])]
+        return own if path.exists() else on_hub(name), [], []
     scores = {entry["step"]: entry for entry in read_metrics(run.metrics) if "eval_loss" in entry}
     models, title = [], run.path.resolve().name
     for folder in dict.fromkeys([path, *complete_checkpoints(run.checkpoints)]):

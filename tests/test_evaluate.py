@@ -192,7 +192,7 @@ def test_baselines_are_ngrams_on_a_subset_and_compressors(store, monkeypatch):
     assert subset[-50:].tolist() == tokens[-50:].tolist()
     bits = compressed_bits(b"a" * 100_000)
     assert bits["bzip2 -9"] == 8 * 47 / 100_000  # the size that the command of this name gives
-    assert bits["xz -6"] == 8 * 148 / 100_000
+    assert bits["xz -9"] == 8 * 148 / 100_000
     assert bits["gzip -9"] == pytest.approx(8 * 133 / 100_000, rel=0.1)  # depends on the zlib version
     noise = compressed_bits(random.Random(0).randbytes(100_000))
     assert all(8 < value < 8.1 for value in noise.values())

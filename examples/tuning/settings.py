@@ -75,7 +75,7 @@ class Tuning:
     @property
     def name(self) -> str:
         """Name of the base model."""
-        path = Path(self.model)
+        path = Path(os.path.abspath(self.model))  # `.` has the name of the folder
         if path.parent.name == "checkpoints":
             return f"{path.parent.parent.name}-{path.name}"
         return path.parent.name if path.name == "model" else path.name

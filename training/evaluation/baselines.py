@@ -15,7 +15,7 @@ PIECES = 20  # evenly spaced pieces of a larger split that contain these tokens
 COMPRESSORS = {
     "gzip -9": lambda data: gzip.compress(data, 9, mtime=0),
     "bzip2 -9": lambda data: bz2.compress(data, 9),
-    "xz -6": lambda data: lzma.compress(data, preset=6),
+    "xz -9": lambda data: lzma.compress(data, preset=9),
 }
 
 
