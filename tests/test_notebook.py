@@ -26,7 +26,8 @@ def execute(last: str, **parameters) -> dict[str, str]:
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert len(titles) == len(code)
     for name, value in parameters.items():
-        code[0].source, times = re.subn(rf"(?m)^{name} = .*(?=  # @param)", lambda _: f"{name} = {value!r}", code[0].source)  # noqa: B023
+        setting = f"{name} = {value!r}".replace("\\", r"\\")
+        code[0].source, times = re.subn(rf"(?m)^{name} = .*(?=  # @param)", setting, code[0].source)
         assert times == 1, name
     notebook.cells = code[: titles.index(last) + 1]
     nbclient.NotebookClient(notebook, timeout=1200, resources={"metadata": {"path": NOTEBOOK.parent}}).execute()
