@@ -24,13 +24,12 @@ Compare the speed and memory of this project with nanoGPT and Transformers, and 
 python -m benchmarks.performance    # write this page from the files of benchmarks/results/
 ```
 
-All figures were measured or counted. The command below a table repeats its measurement. In the tables, "ours" is `accelerate launch
-train_accelerate.py` itself, and MFU, memory and other terms are explained in [speed.md](speed.md).
+The command below a table repeats its measurement. "Ours" is `accelerate launch train_accelerate.py` itself. Terms are explained in
+[speed.md](speed.md).
 
-- Each program runs in a fresh process, one after the other, in as many rounds as the command shows (`--rounds`, three by default). A single round
-  shows nothing about the variation between processes.
-- Figures are medians over all windows, with the 10th to the 90th percentile in parentheses.
-- Ratios are computed within a round, so conditions of the machine that affect all programs cancel out."""
+- Each program runs in a fresh process, one after the other, in as many rounds as the command shows (`--rounds`, three by default).
+- Figures are medians over all windows, with the 10th to the 90th percentile in parentheses. A single round does not show the variation between processes.
+- Ratios are computed within a round, so that conditions of the machine cancel out."""
 
 
 def results(kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -57,9 +56,8 @@ def measured_on(result: dict[str, Any], path: Path) -> str:
 
 
 ONE_ROUND = (
-    "Each row is one process, and the speed of this shared machine varies by 15% from minute to minute ([log.md](log.md)): a row up "
-    "to 15% below the row above it shows no loss of speed. The last row and `ours` above are the same step in two runs of the "
-    "benchmarks, so speeds are comparable only within a table."
+    "Each row is one process on a shared machine whose speed varies by 15% from minute to minute: a row up to 15% below the row above it "
+    "shows no loss of speed, and speeds are comparable only within a table."
 )
 
 
@@ -77,27 +75,17 @@ def train_step(path: Path, result: dict[str, Any]) -> str:
         [
             name,
             with_spread(found["tokens_per_second"]),
-            with_spread(found["milliseconds_a_step"], 1),
             with_spread(result["ratios"][name], 2) if name in result["ratios"] else "1",
             f"{found['peak_memory_gb']:.2f}",
         ]
         for name, found in result["contestants"].items()
     ]
-    head = ["", "tokens/s", "ms per step", "speed of ours / speed of this row", "peak memory, GB"]
-    ceilings = {
-        name: max(each[name] for each in result["ceilings"])
-        for name in result["ceilings"][0]
-        if name.endswith("_tflops")
-    }
-    shapes = ", ".join(f"{name.removesuffix('_tflops')} {rate:,.2f}" for name, rate in ceilings.items())
+    head = ["", "tokens/s", "speed of ours / speed of this row", "peak memory, GB"]
     notes = [
-        f"Configuration of ours: {ours['device_line']}.",
-        f"Making batches takes {100 * ours['data_share']:.2f}% of its time; it has {ours['graph_breaks']} graph breaks and "
+        f"Ours: {ours['device_line']}; {100 * ours['data_share']:.2f}% of the time is spent on batches; {ours['graph_breaks']} graph breaks, "
         f"{ours['recompiles']} recompilations.",
-        f"Time from the start of `accelerate launch` to the end of the first step: "
-        f"{result['seconds_to_the_first_step_uncompiled']} s not compiled, {ours['seconds_to_the_first_step']:.1f} s compiled "
-        f"with a warm cache.",
-        f"For comparison, TFLOP/s of bare bf16 matrix products by shape: {shapes}.",
+        f"The first step ends {result['seconds_to_the_first_step_uncompiled']} s after the start of `accelerate launch` if it is not compiled, "
+        f"and after {ours['seconds_to_the_first_step']:.1f} s if it is compiled with a warm cache.",
     ]
     return "\n\n".join(
         [f"### {describe(result['workload'])}", table(head, rows), " ".join(notes), measured_on(result, path)]
@@ -124,10 +112,11 @@ def ladder(path: Path, result: dict[str, Any]) -> str:
             f"![Tokens per second after each optimization]({path.stem}.png)",
             table(head, rows("ladder")),
             *([ONE_ROUND] if result["measurement"]["rounds"] == 1 else []),
-            "The same without one of the optimizations, or with one more, relative to the last row above:",
+            "All optimizations but one, or with one more, relative to the last row above:",
             table(
-                ["", "tokens/s", "relative", "peak memory, GB"],
-                [[f"without {row[0]}", *row[1:]] for row in rows("without_one")] + rows("with_one_more"),
+                ["", "relative speed", "peak memory, GB"],
+                [[f"without {row[0]}", *row[2:]] for row in rows("without_one")]
+                + [[f"with {row[0]}", *row[2:]] for row in rows("with_one_more")],
             ),
             measured_on(result, path),
         ]
@@ -154,32 +143,27 @@ WRITERS = {
     "gpt2": "Transformers' GPT-2",
     "gpt2_compiled": "Transformers' GPT-2, static cache, compiled",
     "gpt2scratch": "this model",
-    "gpt2scratch_arranged": "this model, weights arranged as generate.py does on a CPU",
+    "gpt2scratch_arranged": "this model, weights arranged for a CPU (generate.py)",
     "gpt2scratch_compiled": "this model, static cache, compiled",
 }
 
 
 def generate(path: Path, result: dict[str, Any]) -> str:
-    head = ["", "tokens/s", "speed / speed of Transformers' GPT-2"]
-    sections = []
+    head = [f"tokens/s, {result['dtype']}"]
+    rows = {name: [WRITERS[name]] for name in result["runs"][0]["tokens_per_second"]}
     for found in result["runs"]:
-        ratios = found["times_as_fast"]
-        rows = [
-            [
-                WRITERS[name],
-                with_spread(speed, 1),
-                with_spread(ratios[f"{name} / gpt2"], 2) if f"{name} / gpt2" in ratios else "",
-            ]
-            for name, speed in found["tokens_per_second"].items()
-        ]
         size = "4 layers x 256" if found["model"] == "small" else "124M"
-        texts = f"{found['batch_size']} text{'s' * (found['batch_size'] > 1)} at once"
-        sections.append(f"### {size}, {result['dtype']}, {texts}\n\n{table(head, rows)}")
+        head.append(f"{size}, {found['batch_size']} text{'s' * (found['batch_size'] > 1)} at once")
+        for name, row in rows.items():
+            ratio = found["times_as_fast"].get(f"{name} / gpt2")
+            relative = f" ({ratio['median']:.2f})" if ratio else ""
+            row.append(f"{found['tokens_per_second'][name]['median']:,.1f}{relative}")
     intro = (
         f"Greedy generation of {result['new_tokens']['small']} (4 layers x 256) and {result['new_tokens']['gpt2']} (124M) new tokens after a "
-        f"prompt of {result['prompt_tokens']} tokens, timed from the first new token to the last. Both models have the same weights."
+        f"prompt of {result['prompt_tokens']} tokens, with the same weights, timed from the first new token to the last. In parentheses: relative to "
+        f"Transformers' GPT-2."
     )
-    return "\n\n".join([intro, *sections, measured_on(result, path)])
+    return "\n\n".join([intro, table(head, list(rows.values())), measured_on(result, path)])
 
 
 def fake_cuda(path: Path, result: dict[str, Any]) -> str:
@@ -191,8 +175,8 @@ def fake_cuda(path: Path, result: dict[str, Any]) -> str:
     ]
     head = ["not compiled, micro-batch auto", "micro-batch", "accumulation", "planned, GB", "the allocator's peak, GB"]
     steps = (
-        f"One step of {step['preset']}, needs {step['launches']} kernel launches, {step['triton_gb']:.1f} GB of reads and writes by Triton's "
-        f"kernels, {step['synchronizations']} synchronizations and {step['copies']} copy of its batch; planned {step['planned_gb']:.2f} GB, peak "
+        f"One step of {step['preset']}: {step['launches']} kernel launches, {step['triton_gb']:.1f} GB of reads and writes by Triton's "
+        f"kernels, {step['synchronizations']} synchronizations, {step['copies']} copy of its batch; planned {step['planned_gb']:.2f} GB, peak "
         f"{step['peak_gb']:.2f} GB."
         for step in (result["step"], result["modern_step"])
     )
