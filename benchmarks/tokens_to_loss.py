@@ -40,7 +40,7 @@ FILES = "tokens-to-loss-*.jsonl"
 TOKENS = 2_359_296  # of the longest runs: 0.91 epochs of the quickstart's text, so that no run repeats text
 UNIT = 6 * 4096  # a half and a third of the tokens are whole steps of every batch in the plan
 SHARES = {"all tokens": 1, "1/2 of the tokens": 2, "1/3 of the tokens": 3}
-RESULT, SIZES = "Loss by tokens", "parameters (in matrix products)"
+RESULT, SWITCHES = "Loss by tokens", "One switch at a time, with half of the tokens"
 MACHINE = ("device", *PACKAGES)  # all runs of a file have the same
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
@@ -129,7 +129,7 @@ def plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
         "+ no warm-up, stable, then linear: modern": modern,
         "modern, but tied": modern | {"tie_word_embeddings": True} | gpt2_tables,
     }
-    yield Stage("One switch at a time, with half of the tokens", {name: [each] for name, each in switches.items()})
+    yield Stage(SWITCHES, {name: [each] for name, each in switches.items()})
 
 
 def climb(title: str, start: Run, name: str, loss: Loss) -> Search:
@@ -283,15 +283,22 @@ def section(path: Path) -> str:
     head, found = read(path)
     stages, following = progress(head, found)
     rows = {title: [row(name, runs, found) for name, runs in stage.rows.items()] for title, stage in stages.items()}
-    columns = ["", "tokens", "validation loss", "bits per byte", "training seconds", "ms per step", SIZES]
-    tables = {title: f"#### {title}\n\n{table(columns, lines)}" for title, lines in rows.items()}
+    columns = ["tokens", "validation loss", "bits per byte", "training seconds", "ms per step", "parameters"]
     parts = [f"### {head['data']}, seed {head['seed']}"]
     if RESULT in stages:
         plot = f"![Validation loss by training tokens and by training seconds]({path.stem}.png)"
-        parts += [claim(stages[RESULT], found), plot, tables.pop(RESULT)]
+        parts += [claim(stages[RESULT], found), plot, f"#### {RESULT}", table(["", *columns], rows.pop(RESULT))]
+    if SWITCHES in stages:
+        parts += [
+            f"#### {SWITCHES}",
+            table(["", *columns[1:]], [[name, *rest] for name, _, *rest in rows.pop(SWITCHES)]),
+        ]
+    if rows:
+        searched = [[title * (line is lines[0]), *line[:3], line[4]] for title, lines in rows.items() for line in lines]
+        parts += ["#### Search", table(["", "setting", *columns[:2], columns[3]], searched)]
     hours = sum(each["cpu_seconds"] for each in found.values()) / 3600
     state = "" if following is None else f" The plan is not finished: the next stage is {following.title!r}."
-    parts += [*tables.values(), f"{len(found)} runs, {hours:.2f} CPU-hours.{state} {measured_on(head, path)}"]
+    parts += [f"{len(found)} runs, {hours:.2f} CPU-hours.{state} {measured_on(head, path)}"]
     return "\n\n".join(parts)
 
 
@@ -300,8 +307,7 @@ def row(name: str, runs: list[Run], found: dict[str, dict]) -> list[str]:
     first, *_ = each = [found[key(run)] for run in runs]
     losses = [" / ".join(f"{one[metric]:.4f}" for one in each) for metric in ("eval_loss", "eval_bits_per_byte")]
     times = [f"{first['training_seconds']:,.0f}", f"{1000 * first['seconds_per_step']:.1f}"]
-    sizes = f"{first['parameters']:,} ({first['parameters_in_products']:,})"
-    return [name, f"{runs[0]['tokens']:,}", *losses, *times, sizes]
+    return [name, f"{runs[0]['tokens']:,}", *losses, *times, f"{first['parameters']:,}"]
 
 
 def claim(stage: Stage, found: dict[str, dict]) -> str:
