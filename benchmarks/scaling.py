@@ -209,32 +209,28 @@ def main(arguments: list[str]) -> None:
 
 def section(path: Path) -> str:
     head, found = read(path)
-    parts = []
-    for family in LADDER:
-        rows = [
-            [
-                f"{run['flops']:g}",
-                str(run["depth"]),
-                f"{one['parameters']:,}",
-                f"{one['tokens']:,}",
-                f"{one['tokens'] / one['parameters']:.1f}",
-                f"{one['eval_loss']:.4f}",
-                f"{one['eval_bits_per_byte']:.4f}",
-            ]
-            for run in ladder(family)
-            if (one := found.get(key(run)))
-        ]
-        columns = ["FLOPs", "layers", "parameters in products", "tokens", "ratio", "loss", "bits per byte"]
-        fit = law(family, found)
-        best = "; ".join(
-            f"{size / 1e6:.2f}M parameters and {tokens / size:.1f} tokens per parameter at {flops:g} FLOPs"
-            for flops, (size, tokens, _) in zip(fit["budgets"], fit["optima"], strict=True)
-        )
-        parts += [f"#### {family}", table(columns, rows)]
-        parts.append(
-            f"Minima of the parabolas: {best}. Fitted power laws of the FLOPs C: {fit['n']:.3g} C^{fit['a']:.3f} parameters, and "
-            f"{fit['k']:.3g} C^-{fit['g']:.4f} bits per byte."
-        )
+    depths = sorted({run["depth"] for family in LADDER for run in ladder(family)})
+    sizes = {row["run"]["depth"]: row["parameters"] for row in found.values()}
+    columns = ["family", "FLOPs", *(f"{depth} ({sizes[depth] / 1e6:.2f}M)" for depth in depths)]
+    fits = {family: law(family, found) for family in LADDER}
+    rows = []
+    for family, fit in fits.items():
+        for flops, (size, tokens, _) in zip(fit["budgets"], fit["optima"], strict=True):
+            runs = [{"family": family, "depth": depth, "flops": flops} for depth in depths]
+            measured = [found.get(key(run), {}).get("eval_bits_per_byte") for run in runs]
+            best = min(bits for bits in measured if bits is not None)
+            bits = ["" if one is None else f"**{one:.4f}**" if one == best else f"{one:.4f}" for one in measured]
+            rows.append([family, f"{flops:g}", *bits, f"{size / 1e6:.2f}M", f"{tokens / size:.1f}"])
+    laws = "; ".join(
+        f"{family} {fit['n']:.3g} C^{fit['a']:.3f} parameters and {fit['k']:.3g} C^-{fit['g']:.4f} bits per byte"
+        for family, fit in fits.items()
+    )
+    parts = [
+        "Bits per byte by layers (parameters in matrix products), and the minimum of the parabola through the best three:",
+        table([*columns, "parameters at the minimum", "tokens per parameter"], rows),
+        f"Power laws of the FLOPs C, fitted to the minima: {laws}.",
+        "The choice of `--budget` for the modern family, and its neighbors:",
+    ]
     for flops in CHECKED:
         runs = {
             name: [found[key(run)] for run in of_seeds] for name, of_seeds in neighbors(choice_of(flops, found)).items()
@@ -245,18 +241,21 @@ def section(path: Path) -> str:
             [
                 name,
                 f"{of_seeds[0]['settings']['tokens_per_step']:,}",
-                f"{of_seeds[0]['settings']['learning_rate']:g}",
                 ", ".join(f"{loss:.3f}" for loss in losses[name]),
                 f"{means[name]:.3f}",
                 f"{means[name] / means['the choice'] - 1:+.1%}",
             ]
             for name, of_seeds in runs.items()
         ]
-        columns = ["", "tokens per step", "Muon's rate", "losses by seed", "mean", "compared with the choice"]
-        parts += [f"#### The choice for {flops:g} FLOPs, and its neighbors", table(columns, rows)]
-        parts.append(
-            f"The choice is {means['the choice'] / min(means.values()) - 1:.1%} above the best of these means."
-        )
+        rate = runs["the choice"][0]["settings"]["learning_rate"]
+        columns = [
+            f"{flops:g} FLOPs (choice: Muon's rate {rate:g})",
+            "tokens per step",
+            "losses by seed",
+            "mean",
+            "compared",
+        ]
+        parts.append(table(columns, rows))
     return "\n\n".join([f"![Bits per byte by size and by FLOPs]({path.stem}.png)", *parts, measured_on(head, path)])
 
 
