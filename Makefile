@@ -11,13 +11,18 @@ FAKE_CUDA := tests/fake_cuda/build
 # What depends most on the versions of torch, Transformers and their dependencies
 VERSION_TESTS := $(addprefix tests/test_,model.py loss.py step.py conversion.py native.py loading.py model_loading.py)
 
-.PHONY: train test test-fake-cuda test-versions test-minimum test-newest install lint clean
+INNER_LOOP := $(addprefix tests/test_,batches.py data.py loss.py model.py optim.py store.py)
+
+.PHONY: help train test test-fast test-fake-cuda test-versions test-minimum test-newest install lint clean
 
 train: install  ## Train the quickstart: about 0.9M parameters on Python's standard library, minutes on two CPU cores
 	$(BIN)/python train_accelerate.py
 
 test: install  ## Run all tests
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+test-fast: install  ## Test model, loss, optimizer, store and batches: about a minute on two cores
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(INNER_LOOP)
 
 test-fake-cuda: $(FAKE_CUDA)/installed  ## Run the GPU path on a CUDA runtime that computes nothing: see tests/fake_cuda/README.md
 	$(FAKE_CUDA)/venv/bin/python tests/fake_cuda/compile_runtime.py $(FAKE_CUDA)
@@ -41,11 +46,14 @@ test-minimum test-newest: test-%:
 	.venv-$*/bin/python -m pip list
 	.venv-$*/bin/python -m pytest $(VERSION_TESTS)
 
-lint: install
+lint: install  ## Check the style of the code
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
-install: $(INSTALLED)
+help:  ## Show these lines
+	@sed -n 's/^\([a-z-]*\):.*##  */\1  /p' $(MAKEFILE_LIST)
+
+install: $(INSTALLED)  ## Install into .venv
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python 3.11 or later is required, but this is {sys.version.split()[0]}: run make PYTHON=python3.11.")'
