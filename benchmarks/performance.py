@@ -39,8 +39,8 @@ def results(kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     """A Markdown table: the first column to the left, numbers to the right."""
-    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    top, *lines = ("| " + " | ".join(line) + " |" for line in [head, *rows])
+    return "\n".join([top, "|---" + "|--:" * (len(head) - 1) + "|", *lines])
 
 
 def with_spread(found: dict[str, float], digits: int = 0) -> str:

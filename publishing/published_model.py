@@ -29,6 +29,7 @@ from training.config import read_config
 from training.data.run_data import find_recorded_store
 from training.report.report import evaluation_of, facts_of, sections_of
 
+ROOT_PAGE = "docs/root_model.md"  # page of the model in this repository, whose README.md is about the repository
 HARNESS = "https://github.com/EleutherAI/lm-evaluation-harness"
 
 
@@ -81,6 +82,8 @@ class PublishedModel:
         # A run may have results of other weights than these.
         home, page = run or RunFolder(folder), folder / "README.md" if run is None else run.report
         metadata, sections = read_page(page) if facts is None else ({}, {})
+        if run is None and (folder / ROOT_PAGE).is_file():
+            sections = read_page(folder / ROOT_PAGE)[1]
         return PublishedModel(
             folder=folder,
             model=model,

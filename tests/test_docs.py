@@ -1,6 +1,7 @@
 """The Markdown of the repository: links, anchors and line lengths."""
 
 import re
+from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
@@ -9,6 +10,13 @@ from conftest import REPOSITORY
 
 FAKE_CUDA = REPOSITORY / "tests" / "fake_cuda" / "README.md"
 PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md"), FAKE_CUDA])
+DOCS = [page for page in PAGES if page.parent == REPOSITORY / "docs" and page.name != "log.md"]
+MAINTAINERS = {
+    "CONTRIBUTING.md",
+    "AGENTS.md",
+    "architecture.md",
+    "customize.md",
+}  # they may link the log of experiments
 LONGEST_CODE = 100  # characters that GitHub shows without a scroll bar
 
 
@@ -41,7 +49,33 @@ def test_links_lead_to_files_and_headings(page):
 
 
 def test_the_readme_is_short_and_its_code_fits_the_page():
-    lines = (REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()
+    page = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    lines = re.sub(r"\A---\n.*?^---\n", "", page, flags=re.DOTALL | re.MULTILINE).splitlines()  # without the metadata
     blocks = re.findall(r"^```.*?\n(.*?)^```", "\n".join(lines), re.DOTALL | re.MULTILINE)
-    assert len(lines) <= 234
+    assert len(lines) <= 170
     assert [line for block in blocks for line in block.splitlines() if len(line) > LONGEST_CODE] == []
+
+
+def linked(page) -> set[Path]:
+    """Return the files that a page links to."""
+    targets = [unquote(target).partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", prose(page))]
+    return {(page.parent / target).resolve() for target in targets if target and not re.match(r"[a-z]+:", target)}
+
+
+def test_every_page_is_two_clicks_from_the_readme_and_the_log_is_for_maintainers():
+    first = linked(REPOSITORY / "README.md")
+    second = set().union(*(linked(page) for page in first if page.suffix == ".md"))
+    assert {*DOCS} - first - second == set()
+    assert {page.name for page in PAGES if REPOSITORY / "docs" / "log.md" in linked(page)} <= MAINTAINERS
+
+
+def test_the_documentation_fits_an_afternoon():
+    """Words as `wc -w` counts them."""
+    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in (*DOCS, REPOSITORY / "CHANGELOG.md")}
+    assert words.pop("CHANGELOG.md") <= 900
+    assert sum(words.values()) <= 33_000
+
+
+def test_orders_of_reading_have_at_most_five_pages():
+    rows = re.findall(r"^\| (?:have|want) .*$", (REPOSITORY / "docs" / "README.md").read_text(), re.MULTILINE)
+    assert [1 < row.count("](") <= 5 for row in rows] == [True, True, True]

@@ -24,20 +24,20 @@ PUSH = "python push_to_hub.py"
 
 # Commands that are run, and the flags that make them short or keep them from needing the Hub.
 RUN = {
+    TRAIN: LIBRARY,
     'python generate.py runs/quickstart --prompt "def "': "",
     "python -m examples.python_chats": "",
     f"{TRAIN} --data my.txt": SMALL,
-    "accelerate launch train_accelerate.py --data my.txt": f"{SMALL} --output_dir runs/launched",
-    'python generate.py runs/my --prompt "Once upon a time"': "",
+    f"{TRAIN} --resume_from_checkpoint runs/my": "--max_steps 6",
     "python -m training.evaluate runs/my --compare --memorization": "",
     f"{PUSH} runs/my --repo_id YOUR_NAME/my-model": "--dry_run",
     "python -m modeling_gpt2scratch.conversion_gpt2scratch runs/my/model models/native --to native": "",
-    "python -m tokenizer.pretokenize --input books/ notes.jsonl.zst --output data/books --dedup exact": "",
     "accelerate launch --quiet --config_file launch/two_cpu_processes.yaml train_accelerate.py --output_dir runs/two": f"{LIBRARY} --torch_compile false",
-    f"{TRAIN} --config presets/gpt2_small_seed.yaml --data data/books --plan": f"{SMALL} --plan_steps 1",
-    f"{TRAIN} --config presets/gpt2_small_seed.yaml --data data/books": SMALL,
-    f"{TRAIN} --resume_from_checkpoint runs/gpt2_small_seed": "--max_steps 6",
     "python -m training.evaluate runs/quickstart --checkpoint best": "",
+    "python -m tokenizer.pretokenize --input my.txt --tokenizer . --output data/mine": "",
+    "python -m training.evaluate . --data data/mine --compare": "",
+    f"{PUSH} . --repo_id YOUR_NAME/x --dry_run": "",
+    'python generate.py --prompt "def read_file(path"': "",
     "python -m training.compare_runs runs/*": "",
     f"{TRAIN} --config presets/gpt2.yaml --data data/my --plan --plan_device a100-80gb": "",
     f"{TRAIN} --config presets/shakespeare_char.yaml --data tinyshakespeare.txt --profile": LONGER,
@@ -66,11 +66,9 @@ GPUS = "accelerate launch --quiet --config_file launch"
 
 # Commands that are not run: the reason, by the command or the file of tests that is run in their place.
 INSTEAD = {
-    f"{TRAIN} {LIBRARY}": {"make train": "installs"},
     "tests/test_house.py": {
         "make test": "runs all tests",
-        "git clone REPOSITORY_URL gpt2scratch": "the address is not known",
-        "cd gpt2scratch": "the tests run in a clone already",
+        "bash benchmarks/first_hour_on_gpu.sh": "needs a GPU; test_benchmarks.py runs it with tiny models",
     },
     "python -c pass": {
         "source .venv/bin/activate": "the environment of these tests is another",
@@ -78,7 +76,6 @@ INSTEAD = {
         "cd gpt2scratch && source .venv/bin/activate": "the environment of these tests is another",
     },
     "tests/test_demo.py": {
-        "pip install -e '.[demo]' && python -m publishing.demo runs/my": "installs; runs until Ctrl-C",
         "python -m publishing.demo runs/a runs/b": "runs until Ctrl-C",
         "python -m publishing.demo YOUR_NAME/a YOUR_NAME/b --space YOUR_NAME/demo": "needs the Hub",
     },
@@ -101,20 +98,18 @@ INSTEAD = {
         "python -m examples.finetune_preferences runs/x-chats --data pairs.jsonl": "needs TRL",
         "python -m examples.finetune_chat runs/x --data smoltalk": "needs the Hub",
         f"{GPUS}/one_node.yaml --num_processes 2 -m examples.finetune_chat runs/x --data chats.jsonl": "needs GPUs",
-        "python -m examples.finetune_chat runs/quickstart --data data/chats.jsonl": "needs TRL",
-        "python -m examples.finetune_preferences runs/quickstart-chats --data data/pairs.jsonl": "needs TRL",
+        "python -m examples.finetune_chat . --data data/chats.jsonl": "needs TRL",
+        "python -m examples.finetune_preferences runs/gpt2scratch-chats --data data/pairs.jsonl": "needs TRL",
         "python -m examples.finetune_preferences runs/x-chats --data trl-lib/ultrafeedback_binarized": "needs the Hub",
     },
     "tests/test_several_processes.py": {
         f"{GPUS}/one_node.yaml --num_processes 4 train_accelerate.py --config presets/gpt2.yaml --data data/my": "needs GPUs",
-        f"{GPUS}/one_node.yaml --num_processes 4 train_accelerate.py --config presets/gpt2.yaml --data data/books": "needs GPUs",
         f"{GPUS}/fsdp2.yaml --num_processes 4 train_accelerate.py --config presets/gpt2_xl.yaml --data data/my": "needs GPUs",
     },
     f"{BOOKS} notes.jsonl.zst --output data/my --vocab_size 300": {
         f"{BOOKS} notes.jsonl.zst --output data/books": "the store is there, made by other settings"
     },
     "tests/test_evaluate.py": {
-        EVALUATE: "ran with --checkpoint best",
         f"{EVALUATE} --compare": "takes long, and ran with --memorization",
         f"{EVALUATE} --compare_with runs/quickstart/checkpoints/step_00000960": "the run here is shorter",
         "python -m training.evaluate runs/x --compare_with openai-community/gpt2 --compare_documents 200": "needs the Hub",
@@ -122,13 +117,13 @@ INSTEAD = {
     },
     "tests/test_generate.py": {
         f"python generate.py runs/{name}": "needs a chat model"
-        for name in ("x-chats --chat", "quickstart-chats-pairs --chat --temperature 0")
+        for name in ("x-chats --chat", "gpt2scratch-chats-pairs --chat --temperature 0")
     },
     "tests/test_lm_eval.py": {
         "python -m training.evaluate runs/x --tasks hellaswag,arc_easy,lambada_openai": "needs the Hub"
     },
     "tests/test_gguf.py": {
-        "python -m publishing.gguf_file runs/x x-f16.gguf": "needs the extra gguf",
+        "python -m publishing.gguf_file . x-f16.gguf": "needs the extra gguf",
         "python -m publishing.gguf_file runs/x x-q8_0.gguf --type q8_0": "needs the extra gguf",
         'llama-completion -m x-f16.gguf -p "Once upon a time" -n 100 -no-cnv': "needs llama.cpp",
         "llama-server -m runs/x-chats-hub/x-chat-F16.gguf": "needs llama.cpp",
@@ -145,7 +140,6 @@ INSTEAD = {
         "accelerate launch --quiet train_accelerate.py --data my.txt --report_to tensorboard wandb": "needs wandb"
     },
     "tests/test_hub.py": {
-        f"{TRAIN} --data tinystories --max_bytes 200MB": "needs the Hub",
         f"{TRAIN} --data tinystories --max_bytes 200MB --budget 1h": "needs the Hub",
         f"{TRAIN} --config presets/gpt2_small_seed_modern.yaml --data fineweb-edu {NIGHT}": "needs the Hub",
         f"{TRAIN} --config presets/gpt2_small_seed.yaml --data fineweb-edu {NIGHT} --eval_strategy steps --eval_steps 4000": "needs the Hub",
@@ -155,6 +149,9 @@ INSTEAD = {
         f"curl -o tinyshakespeare.txt {TINY_SHAKESPEARE}": "needs the network",
         BIBLE: "needs the text of a Debian package",
         f"{TRAIN} --config presets/tinystories_15m_modern.yaml --data bible.txt --tokens_per_step 4096 --max_steps 800 --eval_steps 200 --save_steps 200 --output_dir runs/bible": "takes long",
+    },
+    "tests/test_root_model.py": {
+        f"python -m benchmarks.root_model{flags}": "takes minutes or hours" for flags in ("", " --check")
     },
     "tests/test_imported.py": {
         "python -m tokenizer.pretokenize --import_tokens train.bin --val val.bin --dtype uint16 "
@@ -173,6 +170,7 @@ INSTEAD = {
         f"python -m benchmarks.{name}": "writes a page of docs/"
         for name in ("performance", "scaling", "tokens_to_loss")
     }
+    | {"python -m benchmarks.train_step --nanogpt path/to/nanoGPT": "takes long, and needs nanoGPT"}
     | {
         f"python -m benchmarks.speedrun {flags}": "takes minutes"
         for flags in (

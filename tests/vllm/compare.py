@@ -5,12 +5,14 @@ python compare.py compare FOLDER    # without this repository: compare with vLLM
 """
 
 import json
+import shutil
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
+REPOSITORY = Path(__file__).parents[2]
 NEW_TOKENS = 24
 LIMIT = 1e-4  # difference of log-probabilities; measured: 3e-6
 # On a CPU, vLLM refuses a head size of 16.
@@ -24,6 +26,7 @@ MODERN = {
 MODERN |= {"activation_function": "relu2", "attention_scale": 0.5}
 KINDS = {"tied": {"tie_word_embeddings": True}, "untied": {}, "modern": MODERN}
 # `transformers` runs the model's own code, `vllm` runs vLLM's class for the native twin.
+ROOT = "root"  # the model in this repository, after 20 prompts
 BACKENDS = {
     "transformers": {"model_impl": "transformers", "trust_remote_code": True},
     "vllm": {"model_impl": "vllm"},
@@ -34,20 +37,31 @@ def write(folder: Path) -> None:
     from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
     from modeling_gpt2scratch.conversion_gpt2scratch import to_native
 
-    for kind, fields in KINDS.items():
+    for kind, fields in {**KINDS, ROOT: None}.items():
         torch.manual_seed(0)
-        model = GPT2ScratchForCausalLM(GPT2ScratchConfig(**SHAPE, **fields)).eval()
-        for weight in model.parameters():
-            if weight.ndim == 2:  # ten times GPT-2's size, so that a wrong layer changes the tokens; some start at zero
-                torch.nn.init.normal_(weight, std=0.2)
-        prompts = [torch.randint(0, SHAPE["vocab_size"], (length,)) for length in (1, 7, 40)]
+        if kind == ROOT:
+            model = GPT2ScratchForCausalLM.from_pretrained(REPOSITORY, dtype=torch.float32).eval()
+        else:
+            model = GPT2ScratchForCausalLM(GPT2ScratchConfig(**SHAPE, **fields)).eval()
+            for weight in model.parameters():
+                if weight.ndim == 2:  # ten times GPT-2's size, so that a wrong layer changes the tokens
+                    torch.nn.init.normal_(weight, std=0.2)
+        lengths = range(1, 41, 2) if kind == ROOT else (1, 7, 40)
+        prompts = [torch.randint(0, model.config.vocab_size, (length,)) for length in lengths]
         expected = []
         for prompt in prompts:
             text = model.generate(prompt[None], max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
             with torch.no_grad():
                 log_probabilities = model(text).logits.log_softmax(-1)[0, len(prompt) - 1 : -1].max(-1).values
             expected.append((prompt.tolist(), text[0, len(prompt) :].tolist(), log_probabilities.tolist()))
-        model.save_pretrained(folder / kind / "transformers")
+        if kind == ROOT:  # as it is: its auto_map names a file in a folder
+            shutil.copytree(
+                REPOSITORY / "modeling_gpt2scratch", folder / kind / "transformers" / "modeling_gpt2scratch"
+            )
+            for name in ("config.json", "generation_config.json", "model.safetensors"):
+                shutil.copy(REPOSITORY / name, folder / kind / "transformers" / name)
+        else:
+            model.save_pretrained(folder / kind / "transformers")
         to_native(model).save_pretrained(folder / kind / "vllm")
         (folder / f"{kind}.json").write_text(json.dumps(expected), encoding="utf-8")
 
@@ -57,7 +71,7 @@ def compare(folder: Path) -> None:
 
     greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=0)
     different = 0
-    for kind, backend in ((kind, backend) for kind in KINDS for backend in BACKENDS):
+    for kind, backend in ((kind, backend) for kind in (*KINDS, ROOT) for backend in BACKENDS):
         expected = json.loads((folder / f"{kind}.json").read_text(encoding="utf-8"))
         settings = BACKENDS[backend] | {"dtype": "float32", "skip_tokenizer_init": True}
         engine = LLM(str(folder / kind / backend), **settings)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compare vLLM's greedy tokens with `generate`'s on a CPU: a tied and an untied GPT-2, a modern model, and their native twins.
+# Compare vLLM's greedy tokens with `generate`'s on a CPU: a tied and an untied GPT-2, a modern model and the model in this repository, and their native twins.
 #
 #   tests/vllm/run.sh                 # installs vLLM for CPUs into .venv-vllm the first time (3.5 GB)
 #   tests/vllm/run.sh ENVIRONMENT     # virtual environment that has vLLM, or the folder to create one in

@@ -1,0 +1,150 @@
+"""Tests of the model in the root of this repository: its files, its record, and its use without training anything."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from safetensors import safe_open
+
+import generate
+import train_accelerate
+from benchmarks import root_model
+from common.atomic import file_sha256
+from conftest import REPOSITORY, assert_user_error, clean_environment, online
+from hub_server import serving
+from publishing.published_model import read_page
+
+RECORD = json.loads(generate.RECORD.read_text(encoding="utf-8"))
+BITS = {row["name"]: row["bits_per_byte"] for row in RECORD["scores"]["panel"]["rows"]}
+SHARES = {name: entry["accepted"] / entry["of"] for name, entry in RECORD["functions"].items()}
+# What a user of Transformers writes. The loss is that of the record only with the weights and the code in the folder.
+USE = f"""
+import sys
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
+
+source, options = sys.argv[1], {{"trust_remote_code": True}}
+model = AutoModelForCausalLM.from_pretrained(source, dtype="float32", **options)
+tokenizer = AutoTokenizer.from_pretrained(source, **options)
+ids = tokenizer({root_model.FIXED_TEXT!r}, return_tensors="pt").input_ids
+assert abs(model(ids, labels=ids).loss.item() - {RECORD["fixed_loss"]!r}) < 1e-4
+assert type(model).__module__.startswith("transformers_modules."), type(model)
+assert AutoConfig.from_pretrained(source, **options).n_layer == 4
+assert AutoModel.from_pretrained(source, **options).config.n_embd == 256
+text = pipeline("text-generation", source, **options)("def ", max_new_tokens=5)[0]["generated_text"]
+assert text.startswith("def ") and "modeling_gpt2scratch" not in sys.modules
+"""
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """Files of the repository that the Hub needs, in a folder of another name."""
+    folder = tmp_path / "copy"
+    shutil.copytree(
+        *(REPOSITORY / "modeling_gpt2scratch", folder / "modeling_gpt2scratch"),
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    for name in (*root_model.FILES, "README.md", ".gitattributes"):
+        shutil.copy(REPOSITORY / name, folder / name)
+    return folder
+
+
+def use(source, folder, **environment) -> None:
+    """Load a model in a fresh process, whose Python does not find this repository, in another folder."""
+    options = {"cwd": folder, "env": clean_environment() | {"HF_HOME": str(folder / "home")} | environment}
+    done = subprocess.run([sys.executable, "-c", USE, source], capture_output=True, text=True, check=False, **options)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_root_loads_in_a_foreign_folder_with_its_own_code(tmp_path):
+    use(str(REPOSITORY), tmp_path)
+
+
+def test_the_root_is_uploaded_to_the_hub_and_loaded_from_there(copy, tmp_path):
+    with serving() as (server, address):
+        environment = online(address, tmp_path / "other_home")
+        command = [f"{sys.prefix}/bin/hf", "upload", "me/gpt2scratch", "."]
+        upload = subprocess.run(
+            command, cwd=copy, env=clean_environment() | environment, capture_output=True, text=True, check=False
+        )
+        assert upload.returncode == 0, upload.stderr
+        use("me/gpt2scratch", tmp_path, **environment)
+        repository = server["me/gpt2scratch"]
+        files = repository.commits[repository.branches["main"]]
+    card = ModelCard(files["README.md"].content.decode())
+    assert card.data.library_name == "transformers"
+    assert card.data.pipeline_tag == "text-generation"
+
+
+def test_files_are_those_of_the_record_and_small():
+    assert {name: file_sha256(REPOSITORY / name) for name in root_model.FILES} == RECORD["files"]
+    assert (REPOSITORY / "model.safetensors").stat().st_size < 10_000_000
+    with safe_open(REPOSITORY / "model.safetensors", framework="pt") as file:
+        sizes = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  not a mapping
+        assert {part.get_dtype() for part in sizes.values()} == {"BF16"}
+        assert sum(file.get_tensor(name).numel() for name in sizes) == 4_718_592
+
+
+def test_card_and_page_state_what_was_measured():
+    metadata, _ = read_page(REPOSITORY / "README.md")
+    [entry] = metadata["model-index"]
+    values = {metric["type"]: metric["value"] for result in entry["results"] for metric in result["metrics"]}
+    assert values == {
+        "loss": round(RECORD["scores"]["eval_loss"], 4),
+        "bits_per_byte": round(RECORD["scores"]["eval_bits_per_byte"], 4),
+        "ast_parse": SHARES["."],
+    }
+    page = (REPOSITORY / "docs" / "root_model.md").read_text(encoding="utf-8")
+    names = (".", root_model.QUICKSTART, "trigram", "xz -9")
+    figures = [f"{BITS[name]:.3f}" for name in names] + [f"{share:.1%}" for share in SHARES.values()]
+    figures += [f"{RECORD['scores']['eval_bits_per_byte']:.4f}", RECORD["commit"], *RECORD["files"].values()]
+    assert [figure for figure in figures if figure not in page] == []
+    assert re.findall(r"```python\n(.*?)\n```", page, re.DOTALL)[-5:] == RECORD["functions"]["."]["first"]
+    assert yaml.safe_load((REPOSITORY / root_model.PRESET).read_text())["vocab_size"] == 3072
+
+
+def test_a_function_must_end_and_be_accepted():
+    accepted = ("def f(x):\n    return x\n\n\nclass A", "def f(\n    x,\n) -> int:\n    return x\n# next")
+    assert all(map(root_model.is_accepted, accepted))
+    refused = ("def f(x):\n    return x", "def f(x:\n    return x\nx", "def \n", "def f(x):\n    return '\0'\nx")
+    assert not any(map(root_model.is_accepted, refused))
+
+
+def test_first_losses_are_compared_to_the_bit_on_the_same_type_of_cpu():
+    assert "within 0.000000 nats" in root_model.comparison(RECORD, RECORD)
+    other = RECORD | {"losses": [[step, loss + 1e-3] for step, loss in RECORD["losses"]]}
+    assert_user_error("differ from the record by up to 0.001", root_model.comparison, RECORD, other)
+    assert "within 0.001000 nats" in root_model.comparison(RECORD, other | {"cpu": "another"})
+    assert_user_error("The text differs", root_model.comparison, RECORD, RECORD | {"val_sha256": ""})
+
+
+def test_generate_without_a_model_means_the_root(tmp_path, launch):
+    script, options = REPOSITORY / "generate.py", ("--prompt", "def ", "--max_new_tokens", "4", "--temperature", "0")
+    first, second = (launch(script, *source, *options, folder=tmp_path) for source in ((), (REPOSITORY,)))
+    assert first.returncode == 0
+    assert first.stdout == second.stdout
+    assert first.stdout.startswith("def ")
+
+
+def test_missing_or_changed_weights_end_in_one_sentence(copy, monkeypatch):
+    monkeypatch.setattr(generate, "REPOSITORY", copy)
+    assert generate.root_model() == str(copy)
+    weights = copy / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    assert_user_error("has another SHA-256 than the model of this repository; restore it", generate.main, [])
+    weights.write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert_user_error("is a pointer of Git LFS, with git lfs pull", generate.main, [])
+    weights.unlink()
+    assert_user_error("model.safetensors is missing; restore it with git checkout", generate.main, [])
+
+
+def test_training_never_writes_to_the_root(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    assert_user_error(r"\. exists and is not a run folder", train_accelerate.main, ["--output_dir", "."])
+    assert_user_error(r"\. is neither a run", train_accelerate.main, ["--resume_from_checkpoint", "."])
