@@ -92,7 +92,6 @@ def test_a_seed_reproduces_the_text_after_other_random_draws(run, capsys):
     ("arguments", "target"),
     [
         (["no/such/run"], "neither a local folder nor a Hub id"),
-        ([], "Name a model"),
         (["RUN", "--temperature", "-1", "--top_p", "2"], "temperature is -1.0.*\n.*top_p is 2.0"),
         (["RUN", "--chat"], "has no chat template; fine-tune it"),
         (["RUN", "--chat", "--torch_compile"], "torch_compile do not apply to a chat"),
