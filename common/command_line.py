@@ -188,9 +188,12 @@ class FlagParser:
     def _add_unknown(self, kind: str, word: str, problems: Problems, location: str = "") -> None:
         dashes, hint, name = "--" if kind == "flag" else "", "See --help for the list.", flag_name(word)
         content = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
-        names = [name for name in content.get(name, []) if name in self.actions]
+        answer = content.get(name, [])
+        names = [name for name in answer if name in self.actions]
         settings = [*self.actions, "help_all"] if dashes else self.limits
-        if names:
+        if isinstance(answer, str):
+            hint = answer
+        elif names:
             hint = f"Use {', '.join(dashes + name for name in names if name != 'config' or names == ['config'])}."
         elif dashes and name in OF_LAUNCHER:
             hint = "It is an option of accelerate launch: name it before the script (docs/multi_gpu.md)."
