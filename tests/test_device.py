@@ -54,14 +54,13 @@ def test_gradient_checkpointing_is_enabled_on_request():
     ("dropout", "mask_documents", "kernel"), [(0.0, False, "flash"), (0.0, True, "flash"), (0.1, False, "math")]
 )
 def test_attention_kernel_is_the_one_that_pytorch_reports(dropout, mask_documents, kernel):
-    config = GPT2ScratchConfig(**CONFIG.to_diff_dict() | {"attn_pdrop": dropout})
     setup = Setup("bf16", True, "sdpa", (), mask_documents=mask_documents)
-    assert kernel_of_sdpa(torch.device("cpu"), setup, config) == kernel
+    assert kernel_of_sdpa(torch.device("cpu"), setup, 16, 8, dropout) == kernel
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="tests glibc behavior")
 def test_freed_memory_is_kept_for_reuse(launch):
-    """64 MB are 16,384 pages; without the setting, each would be requested again five times."""
+    """64 MB are 16,384 pages; without the setting, each would be requested again five times, with it at most once."""
     code = """if True:
         import resource, torch, training.runtime.device
         from common.memory import keep_freed_memory
@@ -72,7 +71,7 @@ def test_freed_memory_is_kept_for_reuse(launch):
             torch.ones(1 << 24)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     """
-    assert int(launch("-c", code).stdout) < 1000
+    assert int(launch("-c", code).stdout) < 20_000
 
 
 def test_threads_spin_only_shortly_unless_the_user_chose(launch):

@@ -189,13 +189,12 @@ def test_masked_attention_avoids_cudnn_at_lengths_where_it_returned_nan(stores, 
 
 ATTENTION = """if True:
     import torch
-    from modeling_gpt2scratch import GPT2ScratchConfig
     from training.runtime.device import Setup, kernel_of_sdpa
     for precision in ("fp16", "bf16", "no"):
         for dropout in (0.0, 0.1):
             for mask in (False, True):
-                model = GPT2ScratchConfig(attn_pdrop=dropout)
-                print(precision, dropout, mask, kernel_of_sdpa(torch.device("cuda"), Setup(precision, True, "sdpa", (), mask_documents=mask), model))
+                setup = Setup(precision, True, "sdpa", (), mask_documents=mask)
+                print(precision, dropout, mask, kernel_of_sdpa(torch.device("cuda"), setup, 1024, 64, dropout))
 """
 
 

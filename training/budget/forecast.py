@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,6 +41,7 @@ ACTIVATIONS = {"gelu": "exact GELU", "gelu_new": "tanh GELU", "relu2": "squared 
 # Thresholds of advice:
 FEW_TOKENS = 8192  # tokens per micro-batch; fewer leave a GPU idle between kernels
 RATE_FACTOR = 6  # largest ratio to the usual learning rate, either way
+SLOW_KERNELS = ("math", "efficient")
 MUCH = 0.1  # fraction of the time spent on validation
 
 
@@ -232,13 +234,8 @@ def advice(forecast: Forecast) -> Iterator[str]:
         yield "mixed_precision is no, so tensor cores use TF32 at best; bf16 is about twice as fast."
     if is_here and (processes := memory_of_others()):
         yield f"{processes}."
-    is_sdpa = is_here and setup.attention(model.n_positions) == "sdpa"
-    if is_sdpa and kernel_of_sdpa(torch.device("cuda"), setup, model) == "math":
-        yield (
-            "Attention uses PyTorch's math kernel, the slowest, which stores all scores: the head width is "
-            f"{model.n_embd / model.n_head:g}, but the fast kernels need a multiple of 8 up to 256; change n_head or "
-            "n_embd."
-        )
+    if config.cost.plan_device is None and setup.attention(model.n_positions) == "sdpa":
+        yield from _attention_advice(torch.device("cuda" if on_gpu else "cpu"), setup, model)
     rate, usual = config.optim.learning_rate, usual_learning_rate(N)
     source = f"for models of {N / 1e6:,.1f}M parameters (Kaplan et al. 2020)"
     if config.optim.optimizer == "muon":
@@ -262,3 +259,17 @@ def advice(forecast: Forecast) -> Iterator[str]:
         yield f"{forecast.tokens / N:.2g} {text}"
     if (share := forecast.evaluation_share) > MUCH:
         yield f"Validation takes about {share:.0%} of the time; raise eval_steps or set max_eval_samples."
+
+
+def _attention_advice(device: torch.device, setup: Setup, model: GPT2ScratchConfig) -> Iterator[str]:
+    """Yield the setting of the model that keeps attention from a faster kernel of PyTorch."""
+    kernel_of = partial(kernel_of_sdpa, device, setup, model.n_positions)
+    width, dropout = model.n_embd // model.n_head, model.attn_pdrop
+    kernel = kernel_of(width, dropout)
+    if kernel not in SLOW_KERNELS:
+        return
+    text = f"attention uses PyTorch's {kernel} kernel{', which stores all scores' * (kernel == 'math')}, instead of"
+    if (faster := kernel_of(width, 0.0)) != kernel:
+        yield f"attn_pdrop is {dropout:g}, so {text} {faster}; 0 is faster."
+    elif (faster := kernel_of(64, dropout)) != kernel:
+        yield f"The head width is {width}, so {text} {faster}; choose n_head or n_embd for a multiple of 8 up to 256."

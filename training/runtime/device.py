@@ -240,17 +240,16 @@ def describe(accelerator: Accelerator, setup: Setup, model: GPT2ScratchConfig) -
     sharding = ", model and optimizer sharded" if setup.shards(accelerator) else ""
     attention = setup.attention(model.n_positions)
     if attention == "sdpa" and accelerator.device.type in ("cpu", "cuda"):
-        attention += f" ({kernel_of_sdpa(accelerator.device, setup, model)})"
+        sizes = (model.n_positions, model.n_embd // model.n_head)
+        attention += f" ({kernel_of_sdpa(accelerator.device, setup, *sizes, model.attn_pdrop)})"
     return f"{device}, {precision}, {compilation}, {processes}{sharding}, attention: {attention}"
 
 
-def kernel_of_sdpa(device: torch.device, setup: Setup, model: GPT2ScratchConfig) -> str:
+def kernel_of_sdpa(device: torch.device, setup: Setup, context: int, head_width: int, dropout: float) -> str:
     """Return the kernel that PyTorch reports for tensors like those of a step.
     It is cudnn, flash, efficient, or math, which is slow and stores the matrix of scores."""
-    T = model.n_positions
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setup.mixed_precision, torch.float32)
-    shape = (1, model.n_head, T, model.n_embd // model.n_head)
-    query = torch.empty(shape, device=device, dtype=dtype, requires_grad=True)
-    mask = torch.ones(1, 1, T, T, device=device, dtype=torch.bool) if setup.mask_documents else None
-    choice = torch._fused_sdp_choice(query, query, query, mask, model.attn_pdrop, mask is None)
+    query = torch.empty((1, 1, context, head_width), device=device, dtype=dtype, requires_grad=True)
+    mask = torch.ones(1, 1, context, context, device=device, dtype=torch.bool) if setup.mask_documents else None
+    choice = torch._fused_sdp_choice(query, query, query, mask, dropout, mask is None)
     return SDPBackend(choice).name.split("_")[0].lower()
