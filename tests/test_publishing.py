@@ -43,7 +43,7 @@ ALWAYS = {
 def run(tmp_path_factory, store):
     """A run with three checkpoints, all of them validated."""
     saves = {"eval_steps": 2, "save_steps": 2, "save_total_limit": 3}
-    folder = trained(store, tmp_path_factory.mktemp("runs") / "tiny", hourly_price=2.5, **saves)
+    folder = trained(store, tmp_path_factory.mktemp("runs") / "tiny", hourly_price=2.5, notes="Does <b> help?", **saves)
     assert [entry["step"] for entry in metrics(folder) if "eval_loss" in entry] == [2, 4, 6]
     return folder
 
@@ -313,6 +313,7 @@ def test_the_card_describes_the_run(run, checks):
     values = {result.metric_type: result.metric_value for result in card.data.eval_results}
     assert values == {name: round(validation[f"eval_{name}"], 4) for name in ("loss", "perplexity", "bits_per_byte")}
     assert "11,648 parameters" in card.text
+    assert "\nNotes: Does \\<b\\> help?\n" in card.text
     assert "At 2.50 dollars per hour: 0.0" in card.text
     sentence = "weights after step 4 (256 tokens). Their validation loss is {eval_loss:.4f}, on {eval_tokens:,} "
     assert sentence.format(**validation) in card.text

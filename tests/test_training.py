@@ -276,7 +276,7 @@ def test_a_diverged_loss_ends_the_run_and_keeps_its_checkpoints(train, tmp_path,
 
 
 def test_a_resumed_run_continues_in_tensorboard_without_duplicate_steps(train, tmp_path):
-    run = train(tmp_path / "run", report_to="tensorboard")
+    run = train(tmp_path / "run", report_to="tensorboard", notes="a longer warmup")
     run_id = (run / "tracker_id").read_text()
     assert re.fullmatch(r"[0-9a-f]{8}\n", run_id)
     shutil.rmtree(run / "checkpoints" / "step_00000006")  # resumed from step 3, the run logs 4 to 6 again
@@ -293,7 +293,7 @@ def test_a_resumed_run_continues_in_tensorboard_without_duplicate_steps(train, t
             (s, pytest.approx(v)) for s, v in points
         ]
     [settings, *_] = content.Tensors("settings/text_summary")
-    assert b"project: gpt2scratch\n" in settings.tensor_proto.string_val[0]
+    assert b"notes: a longer warmup\nproject: gpt2scratch\n" in settings.tensor_proto.string_val[0]
     train(run, "--overwrite_output_dir", max_steps=1, report_to="tensorboard")
     assert (run / "tracker_id").read_text() != run_id
     assert not set(files) & set(run.rglob("events.out.tfevents*"))

@@ -22,6 +22,7 @@ class LoggingArguments:
     logging_steps: int = free(10, "Steps between log lines; each line waits for the device once.", minimum=1)
     verbose: bool = free(False, "Print the whole estimate of --plan at the start of the run, before the first step.")
     report_to: list[str] = free([], "Trackers supported by Accelerate: tensorboard, wandb, ... or all.")
+    notes: str | None = free(None, "A note for report, model card and trackers: why this run?", free_text=True)
     project: str = free("gpt2scratch", "Project name in the trackers; runs are named after their folders.")
 
     def problems(self) -> Iterator[str]:

@@ -123,6 +123,7 @@ def gather(folder: RunFolder) -> dict[str, Any]:
         "noticed": [event for event in events if event["event"] in NOTICED],
         "hours": hours(events, datetime.now(UTC)),
         "hourly_price": settings.get("hourly_price"),
+        "notes": settings.get("notes"),
     }
 
 
