@@ -10,8 +10,10 @@ import pytest
 
 from conftest import REPOSITORY, TINY, flags
 from training.log.screen import Screen, line_of, parts_of, sparkline
+from training.runtime.budget import Price
 from training.runtime.console import clock, perplexity, wrapped
 
+FREE = Price("", None, None, "")
 ENTRY = {"step": 100, "loss": 3.2141, "learning_rate": 6e-4, "grad_norm": 0.4237, "tokens_per_second": 683_000.0}
 ENTRY |= {"seconds_per_step": 0.76762, "mfu": 0.47, "data_share": 0.0004, "peak_memory_gb": 11.2}
 
@@ -21,14 +23,14 @@ def test_log_line_perplexity_and_clock_formats():
     start = "loss  3.214  norm  0.42  lr 6.00e-04  683,000 tok/s  0.7676 s/step  MFU 47%  data  0.0%  peak 11.2 GB  "
     end = "lr 6.00e-04  peak 1.0 GB  ETA 0:01"
     for arguments, line in (
-        ((ENTRY, 120.0, 62.0, None), f"{start}ETA 1:02"),
-        ((ENTRY, 1800.0, 5400.0, 2.0), f"{start}ETA 1:30:00  $1.00 of $4.00"),
-        ((ENTRY, 1800.0, None, 2.0), f"{start}$1.00"),
-        ((entry_of_skips, 1.0, 1.0, None), f"no finite loss  (10 steps skipped: not finite)  {end}"),
+        ((ENTRY, 120.0, 62.0, FREE), f"{start}ETA 1:02"),
+        ((ENTRY, 1800.0, 5400.0, Price("", 2.0, None, "")), f"{start}ETA 1:30:00  $1.00 of $4.00"),
+        ((ENTRY, 1800.0, None, Price("", 2.0, 8.0, "")), f"{start}$1.00  4.00 units"),
+        ((entry_of_skips, 1.0, 1.0, FREE), f"no finite loss  (10 steps skipped: not finite)  {end}"),
     ):
         assert line_of(*parts_of(*arguments).values()) == line
     longer_entry = ENTRY | {"loss": 10.8, "grad_norm": 12.0, "seconds_per_step": 0.054, "mfu": 0.04, "data_share": 0.5}
-    first, second = (line_of(*parts_of(entry, 1.0, None, None).values()) for entry in (ENTRY, longer_entry))
+    first, second = (line_of(*parts_of(entry, 1.0, None, FREE).values()) for entry in (ENTRY, longer_entry))
     assert len(first) == len(second)  # the columns do not shift
     assert [perplexity(value) for value in (44.3219, 6787.0, 1.139e108)] == ["44.32", "6,787.00", "1.1e+108"]
     assert [clock(seconds) for seconds in (0, 61, 3661.9, 360_000)] == ["0:00", "1:01", "1:01:01", "100:00:00"]
@@ -37,7 +39,7 @@ def test_log_line_perplexity_and_clock_formats():
 def test_a_validation_has_one_comparison_by_comparable_loss(capsys):
     first = {"step": 400, "eval_loss": 3.3, "eval_perplexity": 27.1126, "eval_bits_per_byte": 1.5}
     newest = first | {"step": 800, "eval_loss": 3.4, "eval_sampled_loss": 3.25}
-    screen = Screen(800, 0, [], compiles=True, hourly_price=None)
+    screen = Screen(800, 0, [], compiles=True, price=FREE)
     worse = first | {"step": 600, "eval_loss": 3.35}
     screen.validated(first, first, "")
     for entry, best in ((newest, newest), (worse, first), (newest | {"step": 900, "eval_sampled_loss": 3.35}, first)):

@@ -19,7 +19,8 @@ from training.budget import scaling
 from training.budget.pacer import Pacer
 from training.budget.sizing import resolve
 from training.config import read_config
-from training.runtime.budget import BudgetArguments, price_of
+from training.runtime import budget
+from training.runtime.budget import BudgetArguments, price_in_log, price_of
 from training.runtime.device import Setup
 
 CPU = SimpleNamespace(num_processes=1, is_main_process=True, device=SimpleNamespace(type="cpu"))
@@ -48,13 +49,16 @@ def test_budgets_are_converted_to_time(text, seconds):
     assert price.seconds(BudgetArguments(text).amount) == pytest.approx(seconds)
 
 
-def test_the_verdict_has_the_numbers_of_budget_and_need():
+def test_the_verdict_has_the_numbers_of_budget_and_need(monkeypatch):
     """120 Colab units at 8 per hour, and a run of 12 hours: 96 units."""
     price, amount = price_of("", "a100-40gb", None, 1), BudgetArguments("120units").amount
     costs = "12.00 hours cost 9.60 dollars or 96.00 Colab units (prices of May 2026)"
     assert price.verdict(amount, 12 * 3600) == f"120 units available, 96 needed: sufficient, 20% margin; {costs}"
     assert "144 needed: NOT sufficient, 20% too little" in price.verdict(amount, 18 * 3600)
     assert price_of("NVIDIA A100-SXM4-80GB", None, None, 2).units == 16
+    monkeypatch.setattr(budget, "IN_COLAB", True)
+    assert price_in_log("NVIDIA A100-SXM4-40GB", 1.5, 1).so_far(1800, 5400) == "$0.75 of $3.00  4.00 of 16.00 units"
+    assert price_in_log("", None, 1).so_far(1800, None) == ""
     assert price_of("NVIDIA A100-SXM4-80GB", None, 3.5, 2).dollars == 3.5
 
 

@@ -18,6 +18,7 @@ from training.log.screen import Screen
 from training.log.speed import Speed
 from training.log.trackers import log_to_trackers, open_trackers
 from training.plan.run import Run
+from training.runtime.budget import price_in_log
 from training.runtime.hardware import FILLS_A_GPU, device_name, reported_mfu
 from training.step.size import size_of
 
@@ -45,7 +46,8 @@ class RunLog(AbstractContextManager):
             self.advisor = Advisor(run.folder, run.plan, device.type == "cuda", usual_mfu and usual_mfu[1])
             self.reference = find_reference(run.folder, print)
             losses = [loss for _, loss in self.advisor.losses]
-            self.screen = Screen(run.plan.max_steps, run.start.step, losses, self.compiled, hourly_price)
+            price = price_in_log(device_name(device), hourly_price, run.accelerator.num_processes)
+            self.screen = Screen(run.plan.max_steps, run.start.step, losses, self.compiled, price)
 
     def __exit__(self, *_: object) -> None:
         if self.main:

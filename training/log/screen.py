@@ -15,6 +15,7 @@ from rich.text import Text
 from common.errors import counted
 from training.checkpoints.metrics import comparable_loss, scores_more
 from training.log.speed import in_words
+from training.runtime.budget import Price
 from training.runtime.console import AT_ONCE, clock, perplexity, say
 
 # A notebook gives commands a terminal, but keeps everything written to it: print lines there, not frames.
@@ -26,23 +27,19 @@ CURVE = 24  # bars of the loss curve
 MANY = 10_000  # losses; above this number, the curve is drawn from a subset
 
 
-def parts_of(entry: dict[str, Any], seconds: float, eta: float | None, hourly_price: float | None) -> dict[str, str]:
+def parts_of(entry: dict[str, Any], seconds: float, eta: float | None, price: Price) -> dict[str, str]:
     """Return the parts of a log line by name. An unknown part is an empty string.
     `entry`: from metrics.jsonl. `seconds`: the run's time so far, including validation and pauses of the speed clock.
     `eta`: estimated seconds until the end, None if unknown."""
-    skips, norm, dollars = entry.get("skipped_steps"), entry.get("grad_norm"), ""
+    skips, norm = entry.get("skipped_steps"), entry.get("grad_norm")
     note = f"  ({counted(skips, 'step')} skipped: not finite)" if skips else ""
-    if hourly_price is not None:
-        cost = seconds / 3600 * hourly_price
-        total = "" if eta is None else f" of ${cost + eta / 3600 * hourly_price:,.2f}"
-        dollars = f"${cost:,.2f}{total}"
     return {
         "loss": (f"loss {entry['loss']:6.3f}" if "loss" in entry else "no finite loss") + note,
         "norm": "" if norm is None else f"norm {norm:5.2f}",
         "rate": f"lr {entry['learning_rate']:.2e}",
         "speed": in_words(entry),
         "eta": "" if eta is None else f"ETA {clock(eta)}",
-        "dollars": dollars,
+        "cost": price.so_far(seconds, eta),
     }
 
 
@@ -53,12 +50,10 @@ def line_of(*parts: str) -> str:
 class Screen:
     """Terminal or line output of a run, used by the main process only."""
 
-    def __init__(
-        self, max_steps: int, first_step: int, losses: list[float], compiles: bool, hourly_price: float | None
-    ):
+    def __init__(self, max_steps: int, first_step: int, losses: list[float], compiles: bool, price: Price):
         """`losses` are the training losses of earlier log lines."""
         self.max_steps, self.steps = max_steps, first_step
-        self.losses, self.hourly_price = losses, hourly_price
+        self.losses, self.price = losses, price
         self.tenths_shown = first_step * 10 // max_steps
         self.rows = dict.fromkeys(("train", "validate", "speed", "time"), "")  # text below the progress bar
         self.left = self.progress = ""  # to the right of the bar; `progress` replaces `left` unless it is empty
@@ -90,7 +85,7 @@ class Screen:
         """Show a log line. `parts_of` documents the parameters."""
         if "loss" in entry:
             self.losses.append(entry["loss"])
-        step, parts = entry["step"], parts_of(entry, seconds, eta, self.hourly_price)
+        step, parts = entry["step"], parts_of(entry, seconds, eta, self.price)
         label = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
         if self.live is None:
             self.say(line_of(label, *parts.values()))
@@ -99,7 +94,7 @@ class Screen:
         curve = sparkline(self.losses, CURVE) if draws else ""
         self.rows["train"] = line_of(parts["loss"], curve, parts["norm"], parts["rate"])
         self.rows["speed"] = parts["speed"].strip()
-        self.rows["time"] = line_of(f"{clock(seconds)} so far", parts["dollars"])
+        self.rows["time"] = line_of(f"{clock(seconds)} so far", parts["cost"])
         self.steps, self.left, self.progress = step, parts["eta"], ""
         if step * 10 // self.max_steps > self.tenths_shown:  # the live rows are overwritten, but these lines stay
             self.tenths_shown = step * 10 // self.max_steps

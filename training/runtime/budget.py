@@ -1,6 +1,7 @@
 """Budget of a run in time, dollars, Colab compute units or floating-point operations."""
 
 import math
+import os
 import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -13,6 +14,7 @@ SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 LONGEST = 100 * 365 * 86_400  # seconds of a budget
 NUMBER = r"(\d{1,15}(?:\.\d{1,9})?(?:e\+?\d{1,2})?)"
 WRITTEN = re.compile(rf"{NUMBER}\s*({'|'.join(SECONDS)}|usd|units|flops)", re.ASCII)
+IN_COLAB = "COLAB_RELEASE_TAG" in os.environ
 FORMS = "such as 90m, 3h, 5usd, 120units (of Colab) or 2e18flops"
 
 
@@ -83,6 +85,16 @@ class Price:
             raise UserError(f"budget is {values}, more than 100 years; use a smaller one, or a time such as 3h.")
         return seconds
 
+    def so_far(self, seconds: float, rest: float | None) -> str:
+        """Return the known costs of a run after `seconds`, of those at its end in `rest` seconds, if that is known:
+        `$0.40 of $1.20  4.00 of 12.00 units`."""
+        costs, hours = [], [seconds / 3600] + ([] if rest is None else [(seconds + rest) / 3600])
+        if self.dollars is not None:
+            costs.append(" of ".join(f"${value * self.dollars:,.2f}" for value in hours))
+        if self.units is not None:
+            costs.append(" of ".join(f"{value * self.units:,.2f}" for value in hours) + " units")
+        return "  ".join(costs)
+
     def verdict(self, amount: Amount, seconds: float) -> str:
         """Compare an amount of time or money with the `seconds` that a run needs: `120 units available, 96 needed:
         sufficient, 20% margin`. All known prices follow."""
@@ -92,6 +104,12 @@ class Price:
         prices = [f"{hours * price:,.2f} {name}" for name, price in costs.items() if price is not None]
         source = f"; {hours:,.2f} hours cost {' or '.join(prices)} ({self.source})" if prices else ""
         return f"{amount} available, {share * amount.number:,.3g} needed: {state}{source}"
+
+
+def price_in_log(device: str, hourly_price: float | None, processes: int) -> Price:
+    """Return the price whose costs a log line shows: dollars if `hourly_price` was given, units if Colab takes them."""
+    units = price_of(device, None, hourly_price, processes).units if IN_COLAB else None
+    return Price(device, hourly_price, units, "hourly_price")
 
 
 def price_of(device: str, plan_device: str | None, hourly_price: float | None, processes: int) -> Price:
