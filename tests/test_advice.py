@@ -71,6 +71,13 @@ def test_mfu_far_below_reported_values_is_reported(tmp_path):
     assert texts_of(advisor(tmp_path, usual_mfu=0.38), [*five[:4], *lines([3.0], mfu=0.3)]) == []
 
 
+def test_collapsed_loss_scale_is_reported(tmp_path):
+    [text] = texts_of(advisor(tmp_path), lines([3.0] * 5, loss_scale=0.5))
+    assert "scale of fp16 fell to 0.5: " in text
+    assert "Use --mixed_precision bf16 on a GPU that has it, otherwise no, or lower learning_rate" in text
+    assert texts_of(advisor(tmp_path), lines([3.0] * 5, loss_scale=1.0)) == []
+
+
 def test_larger_micro_batch_is_suggested_if_memory_is_free(tmp_path):
     five = lines([3.0] * 5, peak_memory_gb=9.0)
     [text] = texts_of(advisor(tmp_path, accumulation=12), five)

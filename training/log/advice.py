@@ -52,7 +52,10 @@ class Advisor:
             advices = self._validation_advice()
         else:
             self._take(entry | {"idle": max(0.0, entry.get("data_share", 0.0) - waiting_share)})
-            advices = chain(self._speed_advice(), self._gradient_advice(), self._loss_advice(entry["learning_rate"]))
+            advices = chain(
+                *(self._speed_advice(), self._gradient_advice(), self._scale_advice(entry)),
+                self._loss_advice(entry["learning_rate"]),
+            )
         new = [advice for advice in advices if advice.about not in self.given]
         self.given |= {advice.about for advice in new}
         return new
@@ -109,6 +112,15 @@ class Advisor:
                 "learning_rate or raise warmup_steps, and resume from an earlier checkpoint."
             )
             yield Advice("gradient", text)
+
+    def _scale_advice(self, entry: dict[str, Any]) -> Iterator[Advice]:
+        scale = entry.get("loss_scale", 1.0)
+        if scale < 1:  # it starts at 65,536 and halves at each overflow
+            text = (
+                f"The loss scale of fp16 fell to {scale:g}: gradients overflow again and again, and small ones become "
+                "0. Use --mixed_precision bf16 on a GPU that has it, otherwise no, or lower learning_rate."
+            )
+            yield Advice("loss_scale", text)
 
     def _loss_advice(self, learning_rate: float) -> Iterator[Advice]:
         recent = self.losses[-max(LONG, len(self.losses) // 5) :]

@@ -75,6 +75,8 @@ class RunLog(AbstractContextManager):
         health.py."""
         entry = {"step": step, "epoch": round(self.plan.epoch(step), 4), **reading}
         entry |= {"learning_rate": learning_rate, "tokens": self.plan.after(step).tokens}
+        if (scaler := self.accelerator.scaler) is not None:  # fp16
+            entry["loss_scale"] = scaler.get_scale()
         entry |= self.speed.measured() | self.unlogged
         self.unlogged = {}
         waiting_share, eta = self.speed.waited / self.speed.seconds, None
