@@ -24,12 +24,10 @@ Compare the speed and memory of this project with nanoGPT and Transformers, and 
 python -m benchmarks.performance    # write this page from the files of benchmarks/results/
 ```
 
-The command below a table repeats its measurement. "Ours" is `accelerate launch train_accelerate.py` itself. Terms are explained in
-[speed.md](speed.md).
+The command below a table repeats its measurement. "Ours" is `accelerate launch train_accelerate.py` itself. Terms: [speed.md](speed.md).
 
 - Each program runs in a fresh process, one after the other, in as many rounds as the command shows (`--rounds`, three by default).
-- Figures are medians over all windows, with the 10th to the 90th percentile in parentheses. A single round does not show the variation between processes.
-- Ratios are computed within a round, so that conditions of the machine cancel out."""
+- Figures are medians, with the 10th to the 90th percentile in parentheses. Ratios are computed within a round."""
 
 
 def results(kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -56,8 +54,8 @@ def measured_on(result: dict[str, Any], path: Path) -> str:
 
 
 ONE_ROUND = (
-    "Each row is one process on a shared machine whose speed varies by 15% from minute to minute: a row up to 15% below the row above it "
-    "shows no loss of speed, and speeds are comparable only within a table."
+    "Each row is one process on a machine whose speed varies by 15% from minute to minute: a row up to 15% below the row above it shows no "
+    "loss of speed, and speeds are comparable only within a table."
 )
 
 
@@ -84,8 +82,8 @@ def train_step(path: Path, result: dict[str, Any]) -> str:
     notes = [
         f"Ours: {ours['device_line']}; {100 * ours['data_share']:.2f}% of the time is spent on batches; {ours['graph_breaks']} graph breaks, "
         f"{ours['recompiles']} recompilations.",
-        f"The first step ends {result['seconds_to_the_first_step_uncompiled']} s after the start of `accelerate launch` if it is not compiled, "
-        f"and after {ours['seconds_to_the_first_step']:.1f} s if it is compiled with a warm cache.",
+        f"The first step ends {result['seconds_to_the_first_step_uncompiled']} s after the start if it is not compiled, and after "
+        f"{ours['seconds_to_the_first_step']:.1f} s if it is compiled with a warm cache.",
     ]
     return "\n\n".join(
         [f"### {describe(result['workload'])}", table(head, rows), " ".join(notes), measured_on(result, path)]
