@@ -1,6 +1,7 @@
 """Advice on problems of a run, from log lines that the tests write."""
 
 import json
+import math
 import random
 import re
 from types import SimpleNamespace
@@ -98,6 +99,11 @@ def test_exploding_gradient_and_flat_or_rising_loss_are_reported(tmp_path):
     assert flat.startswith("The loss is flat over the last 510 steps: mean 3.001, then 3.000 (± 0.000). ")
     [rising] = texts_of(advisor(tmp_path), lines(falling + noisy(3.0, 60, fall=-0.3)))
     assert rising.startswith("The loss is rising: mean 3.0")
+    waves = [3.0 + 0.1 * math.sin(i / 2) for i in range(60)]
+    [oscillating] = texts_of(advisor(tmp_path), lines(waves))
+    assert re.match(
+        r"The loss oscillates: .* swings by ± 0\.0[67]\d .* Divide learning_rate by 3, to 3\.3e-04", oscillating
+    )
 
 
 def test_rising_validation_loss_is_reported_once_even_after_a_resume(tmp_path):

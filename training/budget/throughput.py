@@ -84,7 +84,8 @@ def measure_speed(
     def seconds_per_step(warm: int) -> float:
         do(warm)
         speed.restart()
-        while on_main(accelerator, lambda: speed.seconds < seconds):  # one clock: each step needs all processes
+        # One clock: each step needs all processes.
+        while speed.steps == 0 or on_main(accelerator, lambda: speed.seconds < seconds):
             do(steps if plan.memory.on_gpu else 1)
         return speed.seconds / speed.steps
 

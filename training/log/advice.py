@@ -21,6 +21,8 @@ ROOM = 0.8  # fraction of a device's memory that is safe to fill
 LONG = 40  # minimum number of log lines, or a fifth of all lines if more, over which the loss trend is measured
 OFTEN = 20  # log lines between two such measurements
 RISE = 0.01  # relative rise of the loss; it must also exceed three standard errors
+SWING = 0.015  # standard deviation of the loss around its trend, relative to the loss, of a loss that oscillates
+WAVES = 0.4  # correlation of neighboring deviations; without one, they are noise of the batches
 FALL = 0.003  # relative fall of the loss, plus two standard errors; a smaller fall is flat
 VALIDATION_RISE = 0.005  # relative rise above the lowest validation loss, twice in a row
 EXPLODES = 5  # ratio of the gradient norm to its median, twice in a row
@@ -133,6 +135,13 @@ class Advisor:
         if -fall > max(RISE * older.mean(), 3 * error):
             remedy = "lower learning_rate and resume from an earlier checkpoint."
             yield Advice("rising", f"The loss is rising: mean {means} over the last {steps:,} steps; {remedy}")
+        elif (swing := _swing([loss for _, loss in recent])) > max(SWING * older.mean(), fall):
+            text = (
+                f"The loss oscillates: over the last {steps:,} steps it swings by ± {swing:.3f} around its trend, more "
+                f"than it falls: mean {means}. Divide learning_rate by 3, to {learning_rate / 3:.1e} at this step, and "
+                "resume from an earlier checkpoint."
+            )
+            yield Advice("oscillating", text)
         elif fall + 2 * error < FALL * older.mean():
             text = (
                 f"The loss is flat over the last {steps:,} steps: mean {means} (± {error:.3f}). More of the same "
@@ -155,3 +164,12 @@ class Advisor:
                 f"overfits. {hint}; use more text, a smaller model, or dropout (resid_pdrop, attn_pdrop, embd_pdrop)."
             )
             yield Advice("overfitting", text)
+
+
+def _swing(losses: list[float]) -> float:
+    """Return the standard deviation of the losses around a parabola, in nats, or 0 if neighboring losses deviate
+    independently, as they do if batches differ."""
+    steps = np.linspace(-1, 1, len(losses))
+    deviations = losses - np.polyval(np.polyfit(steps, losses, 2), steps)
+    correlation = np.corrcoef(deviations[1:], deviations[:-1])[0, 1] if deviations.any() else 0.0
+    return deviations.std() if abs(correlation) > WAVES else 0.0
