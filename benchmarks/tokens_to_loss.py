@@ -293,11 +293,6 @@ def section(path: Path) -> str:
             f"#### {SWITCHES}",
             table(["", *columns[1:]], [[name, *rest] for name, _, *rest in rows.pop(SWITCHES)]),
         ]
-    if rows:
-        searched = [
-            [title * (line is lines[0]), line[0], line[2], line[4]] for title, lines in rows.items() for line in lines
-        ]
-        parts += ["#### Search", table(["", "setting", columns[1], columns[3]], searched)]
     hours = sum(each["cpu_seconds"] for each in found.values()) / 3600
     state = "" if following is None else f" The plan is not finished: the next stage is {following.title!r}."
     parts += [f"{len(found)} runs, {hours:.2f} CPU-hours.{state} {measured_on(head, path)}"]

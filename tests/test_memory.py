@@ -43,7 +43,7 @@ def kept_for_backward(config: GPT2ScratchConfig, attention: str, is_half: bool, 
     "fields", [{}, MODERN, {"rope_parameters": MODERN["rope_parameters"]}], ids=["gpt2", "modern", "rope"]
 )
 def test_estimated_activations_match_the_bytes_kept_for_the_backward_pass(fields, attention, is_half, compiles):
-    config = GPT2ScratchConfig(vocab_size=64, n_positions=64, n_embd=64, n_layer=4, n_head=2, **fields)
+    config = GPT2ScratchConfig(vocab_size=64, n_positions=64, n_embd=64, n_layer=2, n_head=2, **fields)
     counts = [kept_for_backward(config, attention, is_half, compiles, rows) for rows in (4, 12)]
     memory = Memory(config, Setup("bf16" if is_half else "no", compiles, attention, ()), on_gpu=False)
     estimates = [memory.parts(rows)["activations"] for rows in (4, 12)]

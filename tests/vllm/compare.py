@@ -34,6 +34,8 @@ BACKENDS = {
 
 
 def write(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
     from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
     from modeling_gpt2scratch.conversion_gpt2scratch import to_native
 
@@ -46,8 +48,13 @@ def write(folder: Path) -> None:
             for weight in model.parameters():
                 if weight.ndim == 2:  # ten times GPT-2's size, so that a wrong layer changes the tokens
                     torch.nn.init.normal_(weight, std=0.2)
-        lengths = range(1, 41, 2) if kind == ROOT else (1, 7, 40)
-        prompts = [torch.randint(0, model.config.vocab_size, (length,)) for length in lengths]
+        if kind == ROOT:  # 20 places of a source file
+            text = (REPOSITORY / "train_accelerate.py").read_text(encoding="utf-8")
+            ids = torch.tensor(AutoTokenizer.from_pretrained(REPOSITORY).encode(text))
+            prompts = [ids[20 * i : 22 * i + 1] for i in range(20)]
+        else:
+            prompts = [torch.randint(0, model.config.vocab_size, (length,)) for length in (1, 7, 40)]
+        model.generation_config.eos_token_id = None  # as `ignore_eos` of vLLM
         expected = []
         for prompt in prompts:
             text = model.generate(prompt[None], max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
