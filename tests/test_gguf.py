@@ -3,6 +3,7 @@
 import shutil
 from contextlib import ExitStack, closing
 from functools import partial
+from itertools import islice
 
 import pytest
 import test_native
@@ -11,7 +12,7 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.activations import ACT2FN
 
-from conftest import MODERN, assert_user_error, prose
+from conftest import MODERN, REPOSITORY, assert_user_error, prose
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.conversion_gpt2scratch import convert, to_native
 from publishing.gguf_file import logit_difference, main, write_gguf
@@ -122,6 +123,23 @@ def test_llama_cpp_generates_the_same_text(make, fields, write_model, llama):
     assert ids == target
     first, second = logits_of(model, target)[len(prompt) - 1 : -1].topk(2).values.T
     assert (first - second).min() > 0.01  # otherwise rounding could decide
+
+
+def test_twin_and_llama_cpp_continue_20_texts_like_the_model_of_this_repository(tmp_path, llama):
+    model, tokenizer = GPT2ScratchForCausalLM.from_pretrained(REPOSITORY), AutoTokenizer.from_pretrained(REPOSITORY)
+    ids = torch.tensor(tokenizer.encode((REPOSITORY / "train_accelerate.py").read_text(encoding="utf-8"))[:512])
+    prompts = [ids[20 * i : 22 * i + 1] for i in range(20)]
+
+    def texts_of(model):
+        options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        return [model.generate(prompt[None], **options)[0, len(prompt) :].tolist() for prompt in prompts]
+
+    texts = texts_of(model.float())
+    assert texts_of(to_native(model)) == texts
+    write_gguf(model, tokenizer, tmp_path / "root.gguf", "f16", "Root")
+    engine = llama(tmp_path / "root.gguf")
+    written = (engine.generate(prompt.tolist(), temp=0.0, repeat_penalty=1.0) for prompt in prompts)
+    assert [list(islice(tokens, 24)) for tokens in written] == texts
 
 
 @pytest.mark.parametrize("make", [bpe, characters, ascii_characters])
