@@ -47,9 +47,8 @@ def train(folder: Path, config: Path | None) -> dict[str, Any]:
     """Train in `folder` and return the settings, the curve and the results. Raise a `UserError` if the run fails."""
     how = ["--budget", "2m"] if config is None else ["--config", str(config)]
     flags = ["--data", TEXT, "--validation_fraction", "0.05", "--output_dir", str(folder), *how]
-    process = subprocess.run([sys.executable, "train_accelerate.py", *flags], cwd=REPOSITORY, check=False)
-    if process.returncode != 0:
-        raise UserError(f"The run ended with status {process.returncode}; correct the settings of {config}.")
+    if subprocess.run([sys.executable, "train_accelerate.py", *flags], cwd=REPOSITORY, check=False).returncode:
+        raise UserError(f"The run did not end well, as its messages say; correct the settings of {config}.")
     entries, run_folder = read_metrics(RunFolder(folder).metrics), RunFolder(folder)
     last = [entry for entry in entries if "eval_bits_per_byte" in entry][-1]
     tensors = load_file(run_folder.model / "model.safetensors")
@@ -68,8 +67,7 @@ def compare(entry: dict[str, Any], again: dict[str, Any]) -> list[str]:
     """Return what differs between an entry and its repetition, beyond what another type of CPU explains."""
     if entry["text_sha256"] != again["text_sha256"]:
         return [f"the text differs (the entry used Python {entry['python']}, this is Python {again['python']})"]
-    versions = [name for name in ("cpu", "torch") if entry[name] != again[name]]
-    if not versions:
+    if (entry["cpu"], entry["torch"]) == (again["cpu"], again["torch"]):
         return [f"{name} differ" for name in RESULTS if entry[name] != again[name]]
     distance = abs(entry["bits_per_byte"] - again["bits_per_byte"])
     return [f"bits per byte differ by {distance:.4f}, more than {TOLERANCE}"] if distance > TOLERANCE else []
