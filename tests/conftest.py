@@ -284,7 +284,7 @@ def spawn(popen):
 
 
 # Files of more than 40 s of CPU time, longest first: so that all workers are busy until the end (`make test`).
-LONG = "reliability finetuning documented_commands publishing benchmarks sizing stopping hub sweep worker notebook demo"
+LONG = "reliability finetuning documented_commands publishing benchmarks sizing stopping hub sweep worker notebook demo onnx"
 
 
 def pytest_collection_modifyitems(items):
