@@ -4,6 +4,7 @@ python push_to_hub.py runs/x --repo_id user/name
 python push_to_hub.py runs/x --repo_id user/name --dry_run                        # all steps except the upload
 python push_to_hub.py runs/x --repo_id user/name --checkpoint best --revisions    # also each checkpoint as a branch
 python push_to_hub.py runs/x --repo_id user/name --format both onnx --gguf f16    # also for vLLM, browsers and llama.cpp
+python push_to_hub.py runs/x runs/y --space user/page --static    # a page on which both run in the visitor's browser
 """
 
 import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
@@ -17,7 +18,7 @@ from huggingface_hub.utils import enable_progress_bars
 from transformers.utils import logging as transformers_logging
 
 import modeling_gpt2scratch  # noqa: F401  registers the architecture
-from common.command_line import FlagParser, run
+from common.command_line import FlagParser, flag_name, is_flag, run
 from common.errors import UserError
 from common.limits import setting
 from common.removal import discard
@@ -46,6 +47,11 @@ class PushArguments:
 
 
 def main(arguments: list[str]) -> None:
+    if any(is_flag(argument) and flag_name(argument) == "space" for argument in arguments):  # a page, not a model
+        from publishing import demo
+
+        demo.main(arguments)
+        return
     parser = FlagParser((PushArguments, FolderArguments), __doc__.splitlines()[0], positional="run")
     push, options = parser.parse(arguments, check=lambda push, options: check_repo_id(push.repo_id))
     folder = find_folder(Path(push.run), push.checkpoint)
