@@ -3,7 +3,8 @@
 python push_to_hub.py runs/x --repo_id user/name
 python push_to_hub.py runs/x --repo_id user/name --dry_run                        # all steps except the upload
 python push_to_hub.py runs/x --repo_id user/name --checkpoint best --revisions    # also each checkpoint as a branch
-python push_to_hub.py runs/x --repo_id user/name --format both --gguf f16 q8_0    # also for vLLM, llama.cpp and others
+python push_to_hub.py runs/x --repo_id user/name --format both onnx --gguf f16    # also for vLLM, browsers and llama.cpp
+python push_to_hub.py runs/x runs/y --space user/page --static    # a page on which both run in the visitor's browser
 """
 
 import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
@@ -17,12 +18,13 @@ from huggingface_hub.utils import enable_progress_bars
 from transformers.utils import logging as transformers_logging
 
 import modeling_gpt2scratch  # noqa: F401  registers the architecture
-from common.command_line import FlagParser, run
+from common.command_line import FlagParser, flag_name, is_flag, run
 from common.errors import UserError
 from common.limits import setting
 from common.removal import discard
 from publishing.card import FolderArguments
 from publishing.hub_folder import TWIN, assemble, check_code, check_native
+from publishing.onnx_file import check_onnx
 from publishing.published_model import PublishedModel, all_folders, find_folder, hub_folder_of
 from publishing.upload import Repository, check_access, check_repo_id, download, published_files, upload
 from publishing.verify import Expected, Location, expect, verify
@@ -45,6 +47,11 @@ class PushArguments:
 
 
 def main(arguments: list[str]) -> None:
+    if any(is_flag(argument) and flag_name(argument) == "space" for argument in arguments):  # a page, not a model
+        from publishing import demo
+
+        demo.main(arguments)
+        return
     parser = FlagParser((PushArguments, FolderArguments), __doc__.splitlines()[0], positional="run")
     push, options = parser.parse(arguments, check=lambda push, options: check_repo_id(push.repo_id))
     folder = find_folder(Path(push.run), push.checkpoint)
@@ -57,8 +64,10 @@ def main(arguments: list[str]) -> None:
     if options.has_code and not options.trust_folder_code:
         for candidate in (folder, *checkpoints):
             check_code(candidate)
-    if options.format != "gpt2scratch" or options.gguf:
+    if options.has_native or options.gguf:
         check_native(folder)
+    if options.onnx_types:
+        check_onnx(folder, options.onnx_types)
     repository, hub = Repository(push.repo_id, private=push.private), hub_folder_of(folder)
     if not push.dry_run:
         check_access(repository)
@@ -88,7 +97,7 @@ def publish(
     Return the URL, or None for a dry run."""
     as_branch = f" as {repository.branch}" if repository.branch is not None else ""
     reference = expect(release)
-    assemble(release, repository, options, hub, reference.text)
+    assemble(release, repository, options, hub, reference)
     print(f"{release.folder}{as_branch}:")
     verify_formats(Location(str(hub.resolve()), options.has_code), reference, options)
     sizes = {name: path.stat().st_size for name, path in published_files(hub).items()}
@@ -107,8 +116,10 @@ def publish(
 
 
 def verify_formats(location: Location, reference: Expected, options: FolderArguments) -> None:
-    """Verify a folder or repository and its native twin, of which only the logits are compared."""
-    verify(location, reference)
+    """Verify a folder or repository and its native twin, of which only the logits are compared. ONNX files are verified
+    when they are written, and the uploaded ones are equal."""
+    if options.has_weights:
+        verify(location, reference)
     if options.has_twin:
         verify(replace(location, subfolder=TWIN, has_code=False), replace(reference, windows={}, run_loss=None))
 

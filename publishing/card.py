@@ -5,13 +5,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from common.limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig
 from modeling_gpt2scratch.conversion_gpt2scratch import native_kind
+from publishing.onnx_file import onnx_config
 from publishing.published_model import PublishedModel, harness_entries
 from publishing.upload import WRITTEN, Repository
 from tokenizer.encoding import encode
@@ -26,10 +27,14 @@ VALIDATION = {"eval_loss": "Loss", "eval_perplexity": "Perplexity", "eval_bits_p
 
 @dataclass
 class FolderArguments:
-    format: Literal["gpt2scratch", "native", "both"] = setting(
-        "gpt2scratch",
+    format: list[str] = setting(
+        ["gpt2scratch"],
         "gpt2scratch includes its own code; native is Transformers' GPT-2 or Apertus with the same logits, for vLLM, "
-        "lm-eval and others; both has the native model in a subfolder.",
+        "lm-eval and others; both has the native model in a subfolder; onnx is for browsers, alone or in addition.",
+        choices=["gpt2scratch", "native", "both", "onnx"],
+    )
+    onnx: list[str] = setting(
+        [], "Types of the ONNX files: 32 or 8 bits per weight; default: both.", choices=["fp32", "q8"]
     )
     gguf: list[str] = setting([], "GGUF files for llama.cpp to add: 16 or 8 bits per weight.", choices=["f16", "q8_0"])
     license: str | None = setting(None, "License of the weights for the model card, such as mit.")
@@ -40,11 +45,24 @@ class FolderArguments:
 
     @property
     def has_code(self) -> bool:
-        return self.format != "native"
+        return not {"gpt2scratch", "both"}.isdisjoint(self.format)
+
+    @property
+    def has_native(self) -> bool:
+        return not {"native", "both"}.isdisjoint(self.format)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether Transformers loads the repository: it is not only for browsers."""
+        return self.has_code or self.has_native
+
+    @property
+    def onnx_types(self) -> list[str]:
+        return self.onnx or (["fp32", "q8"] if "onnx" in self.format else [])
 
     @property
     def has_twin(self) -> bool:
-        return self.format == "both"
+        return self.has_code and self.has_native
 
 
 def model_card(
@@ -52,12 +70,13 @@ def model_card(
     repository: Repository,
     options: FolderArguments,
     gguf: Iterable[dict[str, Any]] = (),
+    onnx: Iterable[dict[str, Any]] = (),
 ) -> str:
     """Return the card, built from the run's report or from the README.md of a model folder.
-    `gguf`: facts about the GGUF files."""
+    `gguf`, `onnx`: facts about these files."""
     sections, config = release.sections, release.model.config
-    native = native_kind(config) if options.format != "gpt2scratch" else None
-    metadata = _metadata(release, repository, options, "gpt2scratch" if options.has_code else native)
+    native = native_kind(config) if options.has_native else None
+    metadata = _metadata(release, repository, options, "gpt2scratch" if options.has_code else native or "gpt2")
     license = options.license or sections.get("License") or sections.get("Licence") or metadata.license
     has_own_evaluation = release.training is None and not release.evaluation
     author, title = repository.id.split("/")
@@ -71,6 +90,8 @@ def model_card(
         "options": options,
         "native": {"gpt2": "GPT-2", "apertus": "Apertus"}.get(native),
         "gguf": gguf,
+        "onnx": onnx,
+        "onnx_config": onnx_config(config),
         "own_evaluation": sections.get("Evaluation", "") if has_own_evaluation else "",
         "license": license or NO_LICENSE,
         "author": author,
@@ -135,7 +156,7 @@ def _metadata(release: PublishedModel, repository: Repository, options: FolderAr
     tasks = release.evaluation.get("tasks", {"configs": {}})
     results = [*validation_results(release), *release.harness, *harness_entries(tasks)]
     return ModelCardData(
-        library_name="transformers",
+        library_name="transformers" if options.has_weights else "transformers.js",
         pipeline_tag="text-generation",
         tags=tags,
         **{name: values.get(name) or metadata[name] for name in KEPT if values.get(name) or name in metadata},

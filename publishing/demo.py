@@ -3,6 +3,7 @@
 python -m publishing.demo runs/a runs/b
 python -m publishing.demo runs/a/checkpoints/step_00001000 runs/a openai-community/gpt2 --port 7900
 python -m publishing.demo user/a user/b --space user/demo          # as a Space on the Hub; --dry_run does not upload
+python -m publishing.demo runs/a runs/b --static page              # files: the models run in the visitor's browser
 """
 
 # First: torch reads its settings; also for Ctrl-C during the other imports.
@@ -16,6 +17,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 from huggingface_hub import SpaceCard, SpaceCardData
 from huggingface_hub.utils import enable_progress_bars
@@ -26,7 +28,7 @@ from common.errors import Problems, UserError
 from common.limits import setting
 from common.removal import renew
 from common.settings_file import read_yaml
-from publishing.demo_models import MAX_MODELS, DemoModel, on_hub
+from publishing.demo_models import EXAMPLES, MAX_MODELS, DemoModel, on_hub
 from publishing.upload import Repository, check_access, check_models, check_repo_id, upload
 from training.checkpoints.checkpoint import complete_checkpoints, step_of
 from training.checkpoints.loading import find_model, model_errors
@@ -56,32 +58,46 @@ class DemoArguments:
     port: int | None = setting(None, "Port of the page. Default: first free port from 7860.", minimum=1, maximum=65_535)
     share: bool = setting(False, "Make the page public for a week through Gradio.")
     space: str | None = setting(None, "Publish the page as this Space (user/name); the models must be on the Hub.")
+    static: str | None = setting(
+        None,
+        "Write a page whose models run in the browser to this folder; with --space, publish it. The models are local.",
+        nargs="?",
+        const="runs/spaces/static",
+    )
+    onnx: Literal["fp32", "q8"] = setting("fp32", "Type of the models of a static page: 32 or 8 bits per weight.")
+    examples: list[str] = setting([], "Example prompts of a static page; default: those of the runs.", free_text=True)
+    cdn: bool = setting(False, "Let a static page load onnxruntime-web from a CDN instead of its own files.")
     private: bool = setting(False, "Create a new Space as private.")
     dry_run: bool = setting(False, "Assemble the Space's folder, but do not upload it.")
 
     def check(self) -> None:
         problems = Problems()
-        if len(self.models) > MAX_MODELS:
+        if len(self.models) > MAX_MODELS and self.static is None:
             problems.add(f"{len(self.models)} models are given; the page shows at most {MAX_MODELS}.")
-        if self.space is None:
-            names, reason = ("private", "dry_run"), "applies only to a Space; add --space user/name."
-        else:
+        if self.space is not None:
             problems.add_of(check_repo_id, [self.space])
-            names, reason = ("port", "share"), "applies only to the local page; leave it out with --space."
-            for name in self.models:
+            for name in self.models if self.static is None else []:
                 if Path(name).exists() or name.partition("@")[0].count("/") != 1 or name.startswith("runs/"):
                     problems.add(
                         f"{name} is not a model on the Hub; push it with push_to_hub.py and use its user/name."
                     )
-        for name in names:
-            if getattr(self, name):
-                problems.add(f"--{name} {reason}")
+        for names, is_refused, reason in (
+            (("private", "dry_run"), self.space is None, "applies only to a Space; add --space user/name."),
+            (("port", "share"), self.space or self.static, "applies only to a page that this machine serves."),
+            (("cdn",), self.static is None, "applies only to a static page; add --static FOLDER."),
+        ):
+            for name in names if is_refused else []:
+                if getattr(self, name):
+                    problems.add(f"--{name} {reason}")
         problems.refuse()
 
 
 def main(arguments: list[str]) -> None:
     parser = FlagParser((DemoArguments,), __doc__.splitlines()[0], positional="models")
     (options,) = parser.parse(arguments, check=DemoArguments.check)
+    if options.static is not None:
+        publish_static(options)
+        return
     if find_spec("gradio") is None:
         raise UserError("The demo needs the package gradio: run pip install -e '.[demo]'.")
     if options.space is None:
@@ -98,7 +114,7 @@ def show(names: list[str], port: int | None, share: bool) -> None:
     with model_errors():
         for first, *_ in groups:
             first.load()
-    examples = list(dict.fromkeys(chain(*prompts)))[:MAX_EXAMPLES] or demo_page.EXAMPLES
+    examples = list(dict.fromkeys(chain(*prompts)))[:MAX_EXAMPLES] or [*EXAMPLES]
     text = next(chain(*samples), examples[0])  # a prompt alone may be one token, which has no loss
     try:
         demo_page.serve(groups, "Language models", examples, text, server_port=port, share=share)
@@ -134,7 +150,7 @@ def find_models(name: str) -> tuple[list[DemoModel], list[str], list[str]]:
 
 def publish(options: DemoArguments) -> None:
     """Assemble the Space in runs/spaces/ and upload it, unless this is a dry run."""
-    space = Repository(options.space, "space", options.private)
+    space = Repository(options.space, "space", options.private, sdk="gradio")
     if not options.dry_run:
         check_access(space)
         check_models([name.partition("@")[0] for name in options.models])
@@ -144,6 +160,29 @@ def publish(options: DemoArguments) -> None:
         print(f"Not uploaded (--dry_run): {folder} would be uploaded to {space.id}.")
     else:
         print(f"Published: {upload(folder, space).repo_url}")
+
+
+def publish_static(options: DemoArguments) -> None:
+    """Write the static page, and upload it if a Space is given, unless this is a dry run."""
+    from publishing.static_page import write_page  # needs the extra onnx
+
+    folder, space = Path(options.static), Repository(options.space or "", "space", options.private, sdk="static")
+    if space.id and not options.dry_run:
+        check_access(space)
+    groups, prompts, _ = zip(*map(find_models, options.models), strict=True)
+    examples = options.examples or list(dict.fromkeys(chain(*prompts)))[:MAX_EXAMPLES] or [*EXAMPLES]
+    title = space.id.partition("/")[2] or "Language models"
+    write_page([first for first, *_ in groups], folder, title, examples, options.onnx, options.cdn)
+    write_card(folder, SpaceCardData(title=title, sdk="static", short_description="Models that run in your browser"))
+    if space.id and not options.dry_run:
+        print(f"Published: {upload(folder, space).repo_url}")
+    else:
+        print(f"Wrote {folder}: serve it with python -m http.server -d {folder}")
+
+
+def write_card(folder: Path, data: SpaceCardData) -> None:
+    card = SpaceCard.from_template(data, template_path=str(Path(__file__).parent / "templates" / "space.md.j2"))
+    card.save(folder / "README.md")
 
 
 def assemble_space(models: list[str], destination: Path, title: str) -> Path:
@@ -167,8 +206,7 @@ def assemble_space(models: list[str], destination: Path, title: str) -> Path:
         models=list(dict.fromkeys(name.partition("@")[0] for name in models)),
         short_description="Try and compare language models",
     )
-    card = SpaceCard.from_template(data, template_path=str(Path(__file__).parent / "templates" / "space.md.j2"))
-    card.save(destination / "README.md")
+    write_card(destination, data)
     return destination
 
 

@@ -18,6 +18,7 @@ from transformers.generation import logits_process
 from common.chat_rendering import limit_tokenizers
 from modeling_gpt2scratch import loading, prompts
 
+EXAMPLES = ("Once upon a time", "The most important thing", "In the beginning")  # prompts, if a run names none
 MAX_MODELS = 4  # number of cards that fit side by side
 KEPT = 6  # number of loaded models that stay in memory
 ALL_TOKENS = 10**9

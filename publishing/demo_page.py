@@ -27,7 +27,6 @@ from modeling_gpt2scratch import loading, prompts
 from publishing import demo_models
 from publishing.demo_models import MAX_MODELS, DemoModel, GenerationSettings, new_tokens, on_hub, score, sentence
 
-EXAMPLES = ("Once upon a time", "The most important thing", "In the beginning")
 REFRESH = 0.08  # seconds between updates of the page
 VISITORS = 4  # number of visitors served at the same time; others wait
 LONGEST_PROMPT = 20_000  # in characters
@@ -320,4 +319,4 @@ def serve(groups: list[list[DemoModel]], title: str, examples: list[str], text: 
 
 if __name__ == "__main__":  # a Space runs this file as app.py
     space = json.loads(Path(__file__).with_name("models.json").read_text(encoding="utf-8"))
-    serve([on_hub(source) for source in space["models"]], space["title"], EXAMPLES, EXAMPLES[0])
+    serve([on_hub(source) for source in space["models"]], space["title"], demo_models.EXAMPLES, demo_models.EXAMPLES[0])

@@ -154,6 +154,24 @@ def _with_silent_row(model: str, tensors: dict[str, torch.Tensor]) -> dict[str, 
     return {name: torch.cat([tensors[name], row]) for name in heads}
 
 
+def unusual_parts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the parts that make a tokenizer neither a byte-level BPE with GPT-2's words nor one of characters."""
+    rust, parts = tokenizer.backend_tokenizer, []
+    if not encode.is_character(rust):
+        words = json.loads(rust.to_str())["pre_tokenizer"] or {}
+        if words.get("type") != "ByteLevel" or words["add_prefix_space"] or not words["use_regex"]:
+            parts.append(f"pre_tokenizer {rust.pre_tokenizer}")
+        if rust.normalizer is not None:
+            parts.append(f"normalizer {rust.normalizer}")
+        if not is_plain(rust):
+            parts.append(f"a model {type(rust.model).__name__} that is not a plain BPE over bytes")
+    return parts + [
+        f"a token {token.content!r} that includes neighboring blanks or matches whole words only"
+        for token in rust.get_added_tokens_decoder().values()
+        if token.lstrip or token.rstrip or token.single_word
+    ]
+
+
 def _problems(model: GPT2ScratchForCausalLM, tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Yield each property of the model or tokenizer that llama.cpp does not support."""
     activation, x = model.config.activation_function, torch.linspace(-12, 12, 10_001)
@@ -164,21 +182,8 @@ def _problems(model: GPT2ScratchForCausalLM, tokenizer: PreTrainedTokenizerBase)
             f"its activation_function {activation} differs by up to {gap:.2f} from the tanh GELU of llama.cpp; publish "
             f"it without GGUF."
         )
-    rust, parts = tokenizer.backend_tokenizer, []
-    if not encode.is_character(rust):
-        words = json.loads(rust.to_str())["pre_tokenizer"] or {}
-        if words.get("type") != "ByteLevel" or words["add_prefix_space"] or not words["use_regex"]:
-            parts.append(f"pre_tokenizer {rust.pre_tokenizer}")
-        if rust.normalizer is not None:
-            parts.append(f"normalizer {rust.normalizer}")
-        if not is_plain(rust):
-            parts.append(f"a model {type(rust.model).__name__} that is not a plain BPE over bytes")
-    parts += [
-        f"a token {token.content!r} that includes neighboring blanks or matches whole words only"
-        for token in rust.get_added_tokens_decoder().values()
-        if token.lstrip or token.rstrip or token.single_word
-    ]
-    if parts:
+    rust = tokenizer.backend_tokenizer
+    if parts := unusual_parts(tokenizer):
         yield (
             f"llama.cpp supports GPT-2's byte-level BPE, but the tokenizer has {', '.join(parts)}; publish without "
             f"GGUF."

@@ -4,8 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import torch
-
 from common.atomic import file_sha256, set_default_permissions, write_atomic
 from common.errors import UserError
 from common.removal import renew
@@ -14,8 +12,10 @@ from modeling_gpt2scratch.conversion_gpt2scratch import native_kind, save, to_na
 from modeling_gpt2scratch.loading import CONFIG, GENERATION, INDEX, SHARDS, TOKENIZER, WEIGHTS, read_json
 from publishing.card import FolderArguments, model_card
 from publishing.gguf_file import logit_difference, write_gguf
+from publishing.onnx_file import onnx_config, write_onnx
 from publishing.published_model import PublishedModel, model_files
 from publishing.upload import Repository
+from publishing.verify import Expected
 from training.checkpoints.loading import model_errors
 from training.checkpoints.run_folder import HUB_FILES
 
@@ -32,19 +32,19 @@ def assemble(
     repository: Repository,
     options: FolderArguments,
     destination: Path,
-    ids: torch.Tensor,
+    reference: Expected,
 ) -> None:
-    """Write the model, its card and the formats in `options` to `destination`. The card compares GGUF and model on
-    `ids` (B, T). Raise a `UserError` if the model cannot have a format, or `destination` was not written by this
-    command."""
-    model, tokenizer = release.model, release.tokenizer
+    """Write the model, its card and the formats in `options` to `destination`. The card compares GGUF, ONNX and model on
+    the text of `reference`. Raise a `UserError` if the model cannot have a format, or `destination` was not written by
+    this command."""
+    model, tokenizer, ids = release.model, release.tokenizer, reference.text
     renew(destination, "hub", HUB_FILES)
     if options.has_code:
         for path in model_files(release.folder, ALLOWED):
             shutil.copy(path, destination / path.name)
         if not options.trust_folder_code:
             _write_code(destination)
-    if options.format != "gpt2scratch":
+    if options.has_native:
         twin = to_native(model)
         twin = twin.to(release.dtype) if twin.config.model_type == "gpt2" else twin
         save(twin, tokenizer, destination / TWIN if options.has_twin else destination)
@@ -56,7 +56,14 @@ def assemble(
         write_gguf(model, tokenizer, file, kind, name, options.license)
         logits, loss = logit_difference(model, file, ids)
         gguf.append({"name": file.name, "kind": kind.upper(), "logits": logits, "loss": loss, "tokens": ids.numel()})
-    write_atomic(destination / "README.md", model_card(release, repository, options, gguf))
+    onnx = []
+    if options.onnx_types:
+        if not options.has_weights:
+            for path in model_files(release.folder, (GENERATION, *TOKENIZER)):
+                shutil.copy(path, destination / path.name)
+            write_atomic(destination / CONFIG, json.dumps(onnx_config(model.config), indent=2) + "\n")
+        onnx = write_onnx(model, reference, destination, options.onnx_types)
+    write_atomic(destination / "README.md", model_card(release, repository, options, gguf, onnx))
     set_default_permissions(destination)
 
 

@@ -41,6 +41,7 @@ class Repository:
     type: Literal["model", "space"] = "model"
     private: bool = False  # applies if the repository is created
     branch: str | None = None  # None means main
+    sdk: str | None = None  # of a Space
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -107,7 +108,7 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
         _refuse_bad_metadata(folder / "README.md", repository.type)  # checked before anything is created
         if not hub.repo_exists(**target):
             try:
-                hub.create_repo(**target, private=repository.private, space_sdk=None if is_model else "gradio")
+                hub.create_repo(**target, private=repository.private, space_sdk=repository.sdk)
             except HfHubHTTPError as error:
                 if error.response.status_code != 409:
                     raise

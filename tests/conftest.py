@@ -26,6 +26,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 
 import train_accelerate
+from chromium import started
 from common.errors import UserError
 from forking import Fork, ForkServer
 from hub_server import TOKEN, serving
@@ -283,8 +284,14 @@ def spawn(popen):
         process.communicate()
 
 
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with started(tmp_path_factory.mktemp("browser")) as chromium:
+        yield chromium
+
+
 # Files of more than 40 s of CPU time, longest first: so that all workers are busy until the end (`make test`).
-LONG = "reliability finetuning documented_commands publishing benchmarks sizing stopping hub sweep worker notebook demo"
+LONG = "reliability finetuning documented_commands publishing benchmarks sizing stopping hub sweep worker notebook demo static_page onnx"
 
 
 def pytest_collection_modifyitems(items):

@@ -29,13 +29,6 @@ from publishing import demo, demo_page
 from publishing.demo import assemble_space
 from tokenizer.encoding.vocabulary import character_tokenizer
 
-CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
-QUIET = (
-    *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update"),
-    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # the page cannot load anything from other hosts
-)
-
 
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory):
@@ -70,20 +63,6 @@ def served(command: list[str], folder: Path):
 def address(run, letters):
     with served(["-m", "publishing.demo", str(run), str(letters)], REPOSITORY) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    webdriver = pytest.importorskip("selenium.webdriver", reason="a browser is driven by selenium")
-    if not (CHROMIUM.is_file() and DRIVER.is_file()):
-        pytest.skip(f"there is no {CHROMIUM} or no {DRIVER}")
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(CHROMIUM)
-    for flag in (*QUIET, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
-        options.add_argument(flag)
-    chromium = webdriver.Chrome(options, webdriver.ChromeService(str(DRIVER)))
-    yield chromium
-    chromium.quit()
 
 
 class Page:
@@ -372,7 +351,7 @@ def test_a_space_is_published_only_with_public_models(hub, tmp_path, monkeypatch
         (["nobody/nothing"], "nobody/nothing is not a local path"),
         (["RUN", "me/b", "--space", "me/demo"], "is not a model on the Hub.*push_to_hub"),
         (["me/a", "--dry_run"], "--dry_run applies only to a Space; add --space user/name"),
-        (["me/a", "--space", "me/demo", "--port", "7900"], "--port applies only to the local page"),
+        (["me/a", "--space", "me/demo", "--port", "7900"], "--port applies only to a page that this machine serves"),
         (["me/a", "--space", "demo"], "it must be user/name"),
     ],
 )

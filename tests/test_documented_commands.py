@@ -86,6 +86,15 @@ INSTEAD = {
         f"{PUSH} runs/x-chats-pairs --repo_id YOUR_NAME/x-chat --format both --gguf f16": "needs the Hub",
         "hf auth login": "needs the Hub",
     },
+    "tests/test_onnx.py": {
+        f"{PUSH} . --repo_id YOUR_NAME/x --format onnx --dry_run": "needs the extra onnx",
+        f"{PUSH} runs/x --repo_id YOUR_NAME/x --format gpt2scratch onnx": "needs the Hub",
+    },
+    "tests/test_static_page.py": {
+        'python -m publishing.demo . --static docs/demo --examples "def read_file(path"': "needs the extra onnx",
+        "python -m http.server -d docs/demo": "runs until Ctrl-C",
+        f"{PUSH} runs/a runs/b --space YOUR_NAME/page --static": "needs the Hub",
+    },
     "tests/test_sizing.py": {
         f"{TRAIN} --budget 5m": "takes five minutes",
         f"{TRAIN} --data my.txt --budget 2h": "the text here is too small",

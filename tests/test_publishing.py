@@ -370,7 +370,7 @@ def test_the_card_is_built_from_an_edited_report_or_a_report_of_an_older_version
 
 def test_a_card_names_its_branch_and_the_native_and_gguf_files(run):
     branch = Repository("me/tiny", branch="step0000002-tokens128")
-    card = model_card(PublishedModel.read(find_folder(run, "2")), branch, FolderArguments("both"), [GGUF])
+    card = model_card(PublishedModel.read(find_folder(run, "2")), branch, FolderArguments(["both"]), [GGUF])
     assert card.count('"me/tiny", revision="step0000002-tokens128", trust_remote_code=True') == 5
     assert '("me/tiny", subfolder="native")' in card
     assert "for llama.cpp: `llama-completion -hf me/tiny:F16 -p ...`. On 256 tokens" in card

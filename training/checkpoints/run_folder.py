@@ -42,6 +42,7 @@ _STEPS = (_STEP, f"damaged_{_STEP}", f".{_STEP}.unfinished", f".{_STEP}.removed"
 HUB_FILES = (  # the published files; push_to_hub.py deletes them with their folder
     *checkpoints.MODEL_FILES,
     *(f"native/{name}" for name in checkpoints.MODEL_FILES),
+    *("onnx/model.onnx", "onnx/model_quantized.onnx"),
     *("*-F16.gguf", "*-Q8_0.gguf", *(f"{name}.png" for name in PLOTS), "README.md", MARK),
 )
 FOLDERS = {  # folders of a run, with the files that are deleted when another run replaces it

@@ -1,0 +1,161 @@
+"""Write a model as ONNX files for browsers, and compare them with the model. See docs/publishing.md."""
+
+import logging
+import subprocess
+import sys
+import tempfile
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from common.errors import UserError
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from modeling_gpt2scratch.loading import read_model_config
+from publishing.verify import CACHE_TOLERANCE, Expected
+from training.checkpoints.loading import model_errors
+
+FILES = {"fp32": "onnx/model.onnx", "q8": "onnx/model_quantized.onnx"}  # by transformers.js' name of the type
+BYTES = {"fp32": 4, "q8": 1}  # per parameter
+LARGEST = 200_000_000  # bytes of a file
+TEXTS, PROMPT, CONTINUATION = 20, 16, 24  # compared texts, and their lengths in tokens
+LOSS_TOLERANCE = 0.02  # nats per token by which rounding to 8 bits may raise the loss
+CHECK = Path(__file__).with_name("onnx_check.py")
+
+
+class CachedModel(nn.Module):
+    """Model with its cache as tensors (B, nh, S, hs): key and value of each layer."""
+
+    def __init__(self, model: GPT2ScratchForCausalLM):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, past: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        cache = DynamicCache([*zip(past[::2], past[1::2], strict=True)])
+        logits = self.model(ids, mask, past_key_values=cache, use_cache=True).logits
+        return (logits, *(tensor for layer in cache.layers for tensor in (layer.keys, layer.values)))
+
+
+def check_onnx(folder: Path, kinds: list[str]) -> None:
+    """Raise a `UserError` if a package is missing, or a file would be too large for a browser."""
+    if not all(map(find_spec, ("onnx", "onnxruntime", "onnxscript"))):
+        raise UserError("Writing ONNX needs the package onnxruntime and others: run pip install -e '.[onnx]'.")
+    with model_errors(), torch.device("meta"):
+        model = GPT2ScratchForCausalLM(GPT2ScratchConfig.from_dict(read_model_config(folder)))
+    kind = max(kinds, key=BYTES.get)
+    if (size := model.num_parameters() * BYTES[kind]) > LARGEST:
+        raise UserError(
+            f"{folder} has {model.num_parameters():,} parameters: {size / 1e6:,.0f} MB as {kind}, but a file for browsers "
+            f"may have {LARGEST / 1e6:.0f} MB; leave ONNX out{', or add --onnx q8' * (kind == 'fp32')}."
+        )
+
+
+def onnx_config(config: GPT2ScratchConfig) -> dict[str, Any]:
+    """Return the settings from which transformers.js takes the shape of the cache, as those of a model that it knows."""
+    return {"model_type": "gpt2", "n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
+
+
+def write_onnx(
+    model: GPT2ScratchForCausalLM, reference: Expected, destination: Path, kinds: list[str]
+) -> list[dict[str, Any]]:
+    """Write a float32 model in types `kinds` to a folder, and return facts about each file for the card.
+    A file whose loss rises too much by rounding to 8 bits is left out, with a message. Raise a `UserError` if onnxruntime
+    computes other logits or texts than the model in float32."""
+    texts, gaps = _greedy_texts(model, reference.text, PROMPT if reference.windows else 1)
+    scored = reference.text if reference.windows else texts
+    with torch.no_grad():
+        model_loss = float(np.mean([model(row[None], labels=row[None]).loss.item() for row in scored]))
+    common = {"tokens": scored[:, 1:].numel(), "is_validation": bool(reference.windows), "model_loss": model_loss}
+    request = {"probe": reference.probe, "scored": scored, "texts": texts, "new_tokens": torch.tensor(gaps.shape[1])}
+    (destination / "onnx").mkdir()
+    facts = []
+    with tempfile.TemporaryDirectory(dir=destination) as folder:
+        paths = {kind: Path(folder) / f"{kind}.onnx" for kind in FILES}
+        _export(model, paths)
+        for kind, path in paths.items():
+            answer = _run_isolated(path, request)
+            fact = common | {"name": FILES[kind], "kind": kind, "loss": float(answer["loss"]), "texts": TEXTS}
+            fact |= _differences(answer, reference.logits, texts, gaps)
+            equal, change = f"{fact['equal']} of {TEXTS} greedy texts are equal", fact["loss"] - model_loss
+            if kind == "fp32" and (fact["equal"] < TEXTS or not fact["logits"] <= CACHE_TOLERANCE * fact["largest"]):
+                raise UserError(
+                    f"{model.name_or_path} computes other results in onnxruntime: logits differ by {fact['logits']:.1e}, "
+                    f"{equal}; publish it without ONNX."
+                )
+            if kind in kinds and change <= LOSS_TOLERANCE:
+                print(f"{FILES[kind]}: {equal}, logits differ by {fact['logits']:.1e}, the loss by {change:+.4f}.")
+                path.rename(destination / FILES[kind])
+                facts.append(fact)
+            elif kind in kinds:
+                print(f"{FILES[kind]} is left out: it raises the loss by {change:.3f}, more than {LOSS_TOLERANCE}.")
+    if not facts:
+        raise UserError(f"{model.name_or_path} has no ONNX file of that type; choose --onnx fp32.")
+    return facts
+
+
+@torch.no_grad()
+def _greedy_texts(model: GPT2ScratchForCausalLM, ids: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return TEXTS greedy texts (TEXTS, P + N), each after at most `length` tokens of `ids` (B, T), and how far the
+    logits of the N tokens are above the second most likely ones."""
+    context = model.config.n_positions
+    P = min(length, context // 2)
+    starts = torch.linspace(0, ids.numel() - P, TEXTS).long()
+    prompts = ids.flatten()[starts[:, None] + torch.arange(P)]
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    number = min(CONTINUATION, context - P)
+    texts = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=number, **options)
+    return texts, -model(texts[:, :-1]).logits[:, P - 1 :].topk(2).values.diff().squeeze(-1)
+
+
+def _differences(answer: dict, logits: torch.Tensor, texts: torch.Tensor, gaps: torch.Tensor) -> dict[str, Any]:
+    """Return the largest difference of a logit, with and without a cache, and the number of equal texts. Texts are equal,
+    too, if they differ first where two tokens are equally likely."""
+    largest, tokens = max(1.0, logits.abs().max().item()), torch.from_numpy(answer["tokens"])
+    differs = tokens != texts[:, -tokens.shape[1] :]
+    is_tie = gaps.gather(1, differs.float().argmax(1, keepdim=True))[:, 0] < CACHE_TOLERANCE * largest
+    rows = torch.cat([logits, logits[-1:]]).numpy()
+    difference = float(np.abs(answer["logits"] - rows).max())
+    return {"logits": difference, "largest": largest, "equal": int((~differs.any(1) | is_tie).sum())}
+
+
+def _run_isolated(path: Path, request: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """Return the answer of onnx_check.py, a process without PyTorch and the code of this project."""
+    np.savez(path.with_name("request.npz"), **{name: tensor.numpy() for name, tensor in request.items()})
+    command = [sys.executable, "-P", str(CHECK), path.name]
+    result = subprocess.run(command, cwd=path.parent, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise UserError(f"onnxruntime cannot run the ONNX file: {result.stderr.strip().splitlines()[-1]}")
+    return dict(np.load(path.with_name("answer.npz")))
+
+
+def _export(model: GPT2ScratchForCausalLM, paths: dict[str, Path]) -> None:
+    """Write both files. transformers.js fills in these names of inputs, outputs and dimensions. It takes each dimension
+    that is not called batch_size for the length of an empty cache."""
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    config, batch = model.config, {0: "batch_size"}
+    names = [f"{layer}.{part}" for layer in range(config.n_layer) for part in ("key", "value")]
+    past = [torch.zeros(2, config.n_head, 5, config.n_embd // config.n_head) for _ in names]
+    ids, mask = torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 8, dtype=torch.long)
+    logging.disable(logging.WARNING)  # advice of both libraries
+    with warnings.catch_warnings(action="ignore"):
+        program = torch.onnx.export(
+            CachedModel(model).eval(), (ids, mask, past), dynamo=True, verbose=False, opset_version=20,
+            input_names=["input_ids", "attention_mask", *(f"past_key_values.{name}" for name in names)],
+            output_names=["logits", *(f"present.{name}" for name in names)],
+            dynamic_shapes=(
+                batch | {1: "sequence_length"}, batch | {1: "total_sequence_length"},
+                [batch | {2: "past_sequence_length"}] * len(past),
+            ),
+        )  # fmt: skip
+        ClearMetadataAndDocStringPass()(program.model)  # it has paths of this machine
+        program.save(paths["fp32"], external_data=False)
+        # Unsigned weights: x86 processors without VNNI saturate products with signed ones.
+        quantize_dynamic(paths["fp32"], paths["q8"], weight_type=QuantType.QUInt8, per_channel=True)
+    logging.disable(logging.NOTSET)

@@ -1,0 +1,395 @@
+// The static page: ONNX models continue text, chat and score text in the visitor's browser. Nothing is sent anywhere.
+// The same file is the page's service worker, which keeps the page for use without a network.
+
+const KEPT = "page"; // name of the cache
+const readModels = async () => (await fetch("models.json")).json();
+const keepPage = async () => (await caches.open(KEPT)).addAll(["./", "models.json", ...(await readModels()).files]);
+
+async function answer(request) {
+  const cache = await caches.open(KEPT);
+  const response = await fetch(request).catch(async () => (await cache.match(request)) ?? Response.error());
+  if (response.ok && !request.url.endsWith(".onnx")) cache.put(request, response.clone()).catch(() => {}); // no room
+  return response;
+}
+
+class Problem extends Error {} // with a sentence for the visitor
+const refuse = (sentence) => { throw new Problem(sentence); };
+const REASONS = [
+  [/SIMD/, "This browser lacks WebAssembly with SIMD, which the models need; update it, or use another."],
+  [/alloc|memory/i, "The model needs more memory than this browser offers; close other tabs, or choose another model."],
+  [/fetch|network/i, "A part of the page cannot be loaded; check the connection, and reload the page."],
+];
+
+// Splits text like GPT-2. White_Space, because \s includes U+FEFF and lacks U+0085, unlike the Rust library `tokenizers`.
+const WORDS =
+  /'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\p{White_Space}\p{L}\p{N}]+|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}+/gu;
+const isPrintable = (byte) => (byte > 32 && byte < 127) || (byte > 160 && byte !== 173);
+let next = 256; // GPT-2's letters of the other bytes
+const LETTERS = Array.from({ length: 256 }, (_, byte) => String.fromCharCode(isPrintable(byte) ? byte : next++));
+const BYTES = new Map(LETTERS.map((letter, byte) => [letter, byte]));
+const utf8 = new TextEncoder();
+
+// Byte-level BPE with GPT-2's words, or characters, from a tokenizer.json.
+class Tokenizer {
+  constructor({ model, added_tokens: added }) {
+    this.isCharacter = model.type === "WordLevel";
+    this.ids = new Map(Object.entries(model.vocab));
+    this.ranks = new Map((model.merges ?? []).map((pair, rank) => [[pair].flat().join(" "), rank]));
+    const bytes = (text) => (this.isCharacter ? utf8.encode(text) : Uint8Array.from(text, (it) => BYTES.get(it)));
+    this.bytes = new Map([...this.ids].map(([text, id]) => [id, bytes(text)]));
+    this.added = new Map(added.map(({ content, id }) => [content, id]));
+    for (const { content, id, special } of added) this.bytes.set(id, special ? new Uint8Array() : utf8.encode(content));
+    this.size = Math.max(...this.bytes.keys()) + 1;
+    const escaped = [...this.added.keys()].sort((a, b) => b.length - a.length).map((it) => it.replace(/\W/g, "\\$&"));
+    this.control = new RegExp(`(${escaped.join("|") || "(?!)"})`, "s");
+  }
+
+  // Return the ids of the parts of a text. Only in every second part, from the first on, added tokens count as such.
+  encode(...parts) {
+    const pieces = [""]; // text, added token, text ...
+    parts.map((it) => it.toWellFormed()).forEach((part, i) => {
+      const [first, ...rest] = i % 2 ? [part] : part.split(this.control);
+      pieces.push(pieces.pop() + first, ...rest);
+    });
+    return pieces.flatMap((piece, i) => (i % 2 ? [this.added.get(piece)] : this.plain(piece)));
+  }
+
+  plain(text) {
+    if (!this.isCharacter) return (text.match(WORDS) ?? []).flatMap((word) => this.word(word));
+    const unknown = new Set([...text].filter((character) => !this.ids.has(character)));
+    if (!unknown.size) return [...text].map((character) => this.ids.get(character));
+    const list = [...unknown].slice(0, 10).map((it) => JSON.stringify(it)).join(", ");
+    refuse(`The text contains ${list}, which is not among this model's ${this.ids.size} characters; remove it.`);
+  }
+
+  word(word) {
+    for (let parts = Array.from(utf8.encode(word), (byte) => LETTERS[byte]); ; ) {
+      let best = Infinity;
+      for (let i = 1; i < parts.length; i++) best = Math.min(best, this.ranks.get(`${parts[i - 1]} ${parts[i]}`) ?? best);
+      if (best === Infinity) return parts.map((part) => this.ids.get(part));
+      const merged = [];
+      for (const part of parts) {
+        if (merged.length && this.ranks.get(`${merged.at(-1)} ${part}`) === best) merged.push(merged.pop() + part);
+        else merged.push(part);
+      }
+      parts = merged;
+    }
+  }
+
+  // Return the text of ids without special tokens, and without an unfinished character at the end.
+  decode(ids) {
+    const bytes = ids.flatMap((id) => [...(this.bytes.get(id) ?? [])]);
+    return new TextDecoder("utf-8", { ignoreBOM: true }).decode(Uint8Array.from(bytes)).replace(/\ufffd+$/, "");
+  }
+}
+
+let runtime, runtimeFolder; // onnxruntime-web and its backend, shared by all models
+async function loadRuntime(isGpuWanted) {
+  const isGpu = isGpuWanted && Boolean(await navigator.gpu?.requestAdapter().catch(() => null));
+  const ort = await import(new URL(`ort.${isGpu ? "webgpu" : "wasm"}.bundle.min.mjs`, runtimeFolder));
+  ort.env.wasm.numThreads = 1; // more need headers that a static page cannot set
+  find("#backend").textContent = isGpu ? "WebGPU" : "WebAssembly";
+  return { ort, backend: isGpu ? "webgpu" : "wasm" };
+}
+
+async function createSession(file) {
+  const { ort, backend } = await runtime;
+  try {
+    return { session: await ort.InferenceSession.create(file, { executionProviders: [backend] }), Tensor: ort.Tensor };
+  } catch (error) {
+    if (backend === "wasm") throw error;
+    runtime = loadRuntime(false); // the GPU cannot run the model
+    return createSession(file);
+  }
+}
+
+// Return the bytes of a model file, kept by the browser, after a comparison with its size and SHA-256.
+async function download({ name, file, bytes, sha256 }, report) {
+  const cache = await globalThis.caches?.open(KEPT).catch(() => undefined); // there is none without HTTPS
+  const key = `${file}?${sha256}`, kept = await cache?.match(key), response = kept ?? (await fetch(file));
+  if (!response.ok) refuse(`${name} cannot be loaded: the server answered ${response.status} for ${file}.`);
+  let end = 0;
+  const counter = new TransformStream({ transform: (part, out) => (out.enqueue(part), report((end += part.length) / bytes)) });
+  const content = await new Response(response.body.pipeThrough(counter)).arrayBuffer().catch(() => new ArrayBuffer());
+  const digest = await crypto.subtle?.digest("SHA-256", content);
+  const hex = digest ? Array.from(new Uint8Array(digest), (it) => it.toString(16).padStart(2, "0")).join("") : sha256;
+  if (content.byteLength !== bytes || hex !== sha256) {
+    await cache?.delete(key);
+    refuse(`${name} is incomplete or was changed: ${count(end, "byte")} of ${bytes.toLocaleString("en")} arrived; reload the page.`);
+  }
+  if (!kept) await cache?.put(key, new Response(content)).catch(() => {}); // no room
+  return content;
+}
+
+// A model of models.json, loaded when it is used, and again after an error.
+class Model {
+  load(report) {
+    return (this.loading ??= this.#load(report).finally(() => this.session || (this.loading = undefined)));
+  }
+
+  async #load(report) {
+    const response = await fetch(this.tokenizerFile);
+    if (!response.ok) refuse(`${this.name} has no tokenizer: the server answered ${response.status}.`);
+    this.tokenizer = new Tokenizer(await response.json());
+    const { size } = this.tokenizer;
+    if (size > this.vocabulary) refuse(`${this.name} has ${this.vocabulary} embeddings but ${size} tokens.`);
+    Object.assign(this, await createSession(await download(this, report)));
+  }
+
+  // Return the logits (T * V) of ids after the tokens in `past`, and the keys and values of all.
+  async run(ids, past) {
+    const tokens = (values) => new this.Tensor("int64", BigInt64Array.from(values, BigInt), [1, values.length]);
+    const feeds = { ...past }, caches = this.session.inputNames.slice(2);
+    for (const name of past ? [] : caches) feeds[name] = new this.Tensor("float32", [], [1, this.heads, 0, this.width]);
+    const length = feeds[caches[0]].dims[2] + ids.length;
+    Object.assign(feeds, { input_ids: tokens(ids), attention_mask: tokens(Array(length).fill(1)) });
+    const { logits, ...present } = await this.session.run(feeds);
+    const renamed = Object.entries(present).map(([name, value]) => [name.replace("present", "past_key_values"), value]);
+    return { logits: logits.data, past: Object.fromEntries(renamed) };
+  }
+
+  // Yield new tokens until the model ends its text, as generate.py: a full context is replaced by its second half.
+  async *generate(ids, settings) {
+    const random = generator(settings.seed);
+    let window = ids.slice(1 - this.context), unread = window, past;
+    for (let number = 0; number < settings.length; number++) {
+      if (window.length === this.context) {
+        unread = window = window.slice(-Math.max(1, this.context >> 1));
+        past = undefined;
+      }
+      const result = await this.run(unread, past);
+      const token = choose(result.logits.subarray(-this.vocabulary), settings, random);
+      if (this.ends.includes(token)) return;
+      yield token;
+      [unread, window, past] = [[token], [...window, token], result.past];
+    }
+  }
+
+  prompt(text) {
+    if (text) return this.tokenizer.encode(text);
+    if (this.bos !== null) return [this.bos];
+    refuse("The prompt is empty, and this model has no beginning-of-text token; write a prompt.");
+  }
+
+  // Return the ids of a chat with an open turn of the assistant, without the oldest messages if they do not fit.
+  chatIds(messages, room) {
+    for (let leftOut = 0; ; leftOut += 2) {
+      const parts = [""];
+      for (const { role, text } of messages.slice(leftOut)) {
+        parts.push(parts.pop() + this.chat[role][0], text, this.chat[role][1]);
+      }
+      const ids = this.tokenizer.encode(...parts.with(-1, parts.at(-1) + this.chat.open));
+      if (ids.length <= room) return { ids, leftOut };
+      const isLast = leftOut + 2 >= messages.length;
+      if (isLast) refuse(`The message has ${ids.length} tokens, but at most ${room} fit; write a shorter text.`);
+    }
+  }
+}
+
+// Return a generator of numbers from 0 to 1 (mulberry32).
+const generator = (seed) => () => {
+  seed = (seed + 0x6d2b79f5) | 0;
+  let t = Math.imul(seed ^ (seed >>> 15), seed | 1);
+  t ^= t + Math.imul(t ^ (t >>> 7), t | 61);
+  return ((t ^ (t >>> 14)) >>> 0) / 2 ** 32;
+};
+
+function choose(logits, { temperature, top_k }, random) {
+  const best = logits.indexOf(highest(logits));
+  if (temperature < 1e-6) return best;
+  const least = top_k ? logits.slice().sort().at(-Math.min(top_k, logits.length)) : -Infinity;
+  const weights = Array.from(logits, (it) => (it < least ? 0 : Math.exp((it - logits[best]) / temperature)));
+  let rest = random() * weights.reduce((a, b) => a + b);
+  const choice = weights.findIndex((weight) => (rest -= weight) < 0);
+  return choice < 0 ? best : choice;
+}
+
+// Return the pieces of a text with the loss in nats of each, none for the first. A character of several tokens is one.
+async function score(model, text) {
+  const all = model.tokenizer.encode(text), ids = all.slice(0, model.context), { vocabulary } = model;
+  if (ids.length < 2) refuse("The first token has no loss; enter a text of at least two tokens.");
+  const { logits } = await model.run(ids), decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+  const losses = ids.slice(1).map((id, i) => {
+    const row = logits.subarray(i * vocabulary, (i + 1) * vocabulary), top = highest(row);
+    return Math.log(row.reduce((sum, it) => sum + Math.exp(it - top), 0)) + top - row[id];
+  });
+  const pieces = [{ text: "", value: null }];
+  ids.forEach((id, i) => {
+    if (pieces.at(-1).text) pieces.push({ text: "", value: 0 });
+    pieces.at(-1).text += decoder.decode(model.tokenizer.bytes.get(id), { stream: true });
+    if (i) pieces.at(-1).value += losses[i - 1];
+  });
+  return { pieces, losses, tokens: all.length };
+}
+
+const highest = (logits) => logits.reduce((a, b) => Math.max(a, b));
+const find = (selector, parent = document) => parent.querySelector(selector);
+const element = (name, properties) => Object.assign(document.createElement(name), properties);
+const count = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+const TASKS = { // names of the text and of the button, maximum number of models, and what happens
+  continue: { names: ["Prompt", "Continue"], models: 4, run: continueText },
+  chat: { names: ["Message", "Send"], models: 1, run: chat },
+  watch: { names: ["Text", "Score"], models: 2, run: watch },
+};
+const task = () => TASKS[find("[name=task]:checked").value];
+let job, messages; // the state of the last start, and the chat
+
+async function start() {
+  navigator.serviceWorker?.register("page.js").catch(() => {}); // there is none without HTTPS
+  const { title, runtime: folder, models, examples } = await readModels();
+  globalThis.demo = { Tokenizer, models: models.map((entry) => Object.assign(new Model(), entry)) };
+  runtimeFolder = new URL(folder, location);
+  document.title = find("h1").textContent = title;
+  find("#models").append(...models.map(({ name }, i) => {
+    const label = element("label");
+    label.append(element("input", { type: "checkbox", checked: i < 2 }), name);
+    return label;
+  }));
+  find("#models").hidden = models.length < 2;
+  find("[value=chat]").parentElement.hidden = !models.some((model) => model.chat);
+  find("#prompt").value = examples[0];
+  find("#examples").append(...examples.map((text) => element("button", {
+    type: "button", textContent: text.trim(), onclick: () => (find("#prompt").value = text),
+  })));
+  find("#stop").onclick = () => (job.isStopped = true);
+  find("#tasks").onchange = find("#models").onchange = showTask;
+  find("#desk").onsubmit = (event) => (event.preventDefault(), find("#start").hidden || run());
+  showTask();
+  (runtime = loadRuntime(true)).catch(report);
+}
+
+function showTask() {
+  [find("[for=prompt]").textContent, find("#start").textContent] = task().names;
+  messages = [];
+}
+
+// Show an error, and return its text.
+function report(error) {
+  const reason = REASONS.find(([pattern]) => pattern.test(error))?.[1] ?? String(error);
+  return (find("#status").textContent = error instanceof Problem ? error.message : reason);
+}
+
+async function run() {
+  const number = (name) => Math.max(0, Number(find(`#${name}`).value) || 0), seed = find("#seed").value;
+  const settings = { temperature: number("temperature"), top_k: number("top_k"), length: number("length") || 1 };
+  settings.seed = seed === "" ? Math.floor(Math.random() * 1e4) : Number(seed);
+  const boxes = [...document.querySelectorAll("#models input")];
+  const chosen = demo.models.filter((_, i) => boxes.length < 2 || boxes[i].checked).slice(0, task().models);
+  job = { isStopped: false };
+  [find("#start").hidden, find("#stop").hidden] = [true, false];
+  find("#status").textContent = chosen.length ? "Running." : "Choose a model.";
+  find("#results").replaceChildren();
+  if (chosen.length) await task().run(chosen.map(card), find("#prompt").value, settings).catch(report);
+  [find("#start").hidden, find("#stop").hidden] = [false, true];
+  if (find("#status").textContent === "Running.") find("#status").textContent = job.isStopped ? "Stopped." : "Done.";
+}
+
+// Show a card for a model. Return its parts, and functions that show an error, and that load the model for an action.
+function card(model) {
+  const article = find("#card").content.cloneNode(true).firstElementChild, bar = find("progress", article);
+  const [text, note, problem] = [".text", ".note", ".problem"].map((part) => find(part, article));
+  find("h2", article).textContent = model.name;
+  find(".facts", article).textContent = model.facts.join(" · ");
+  find("#results").append(article);
+  const fail = (error) => (problem.textContent = report(error));
+  const load = () => model.load((share) => ([bar.hidden, bar.value] = [false, share])).finally(() => (bar.hidden = true));
+  return { model, text, note, fail, attempt: (action) => load().then(() => action(model)).catch(fail) };
+}
+
+// Show a text that the model writes after ids. Each call of the result writes a token, and returns whether more follow.
+function write({ model, text, note, fail }, ids, settings, remark) {
+  const span = element("span"), tokens = [], writer = model.generate(ids, settings);
+  const seed = settings.temperature < 1e-6 ? "" : ` · seed ${settings.seed}`;
+  let begin;
+  text.append(span);
+  const step = async () => {
+    const { done, value } = await writer.next();
+    if (!done) tokens.push(value);
+    begin ??= performance.now();
+    const speed = (1000 * (tokens.length - 1)) / (performance.now() - begin);
+    const end = done && tokens.length < settings.length ? " · the model ended its text" : "";
+    note.textContent = count(tokens.length, "token") + (speed > 0 ? ` · ${speed.toFixed()} tokens/s` : "") + seed + remark + end;
+    span.textContent = model.tokenizer.decode(tokens);
+    return !done;
+  };
+  return () => step().catch((error) => (fail(error), false));
+}
+
+// Let texts grow in turns, by one token each, until all are complete or stopped.
+async function takeTurns(writers) {
+  for (let painted = 0; writers.length && !job.isStopped; ) {
+    const active = [];
+    for (const writer of writers) if (await writer()) active.push(writer);
+    writers = active;
+    if (performance.now() - painted < 30) continue;
+    await new Promise((resolve) => setTimeout(resolve)); // for the page and the stop button
+    painted = performance.now();
+  }
+}
+
+async function continueText(cards, text, settings) {
+  const writers = [];
+  for (const it of cards) {
+    await it.attempt((model) => {
+      const ids = model.prompt(text), limit = model.context - 1;
+      it.text.append(element("mark", { textContent: text }));
+      const remark = ids.length > limit ? ` · the model read the last ${limit} of ${ids.length} tokens` : "";
+      writers.push(write(it, ids, settings, remark));
+    });
+  }
+  await takeTurns(writers);
+}
+
+async function chat([it], text, settings) {
+  const show = (turn) => it.text.append(element("span", { className: turn.role, textContent: turn.text }));
+  messages.forEach(show);
+  await it.attempt(async (model) => {
+    if (!model.chat) refuse(`${model.name} has no chat template: it continues text.`);
+    const turns = [...messages, { role: "user", text }], length = Math.max(1, Math.min(settings.length, model.context >> 1));
+    const { ids, leftOut } = model.chatIds(turns, model.context - length);
+    show(turns.at(-1));
+    find("#prompt").value = "";
+    const remark = leftOut ? ` · the model did not read the oldest ${count(leftOut, "message")}` : "";
+    await takeTurns([write(it, ids, { ...settings, length }, remark)]);
+    messages = [...turns, { role: "assistant", text: it.text.lastChild.textContent }];
+  });
+}
+
+async function watch(cards, text) {
+  const scores = [];
+  for (const it of cards) {
+    await it.attempt(async (model) => {
+      const { pieces, losses, tokens } = await score(model, text);
+      scores.push(pieces);
+      color(it.text, pieces, [1, 2, 4, 8]);
+      const mean = (losses.reduce((a, b) => a + b) / losses.length).toFixed(2);
+      it.note.textContent = `mean loss ${mean} nats per token · ${count(losses.length + 1, "token")} of ${tokens} · underlined from 1, 2, 4 and 8`;
+    });
+  }
+  const [first, second] = scores;
+  if (!second || first.some((piece, i) => piece.text !== second[i]?.text)) return; // other tokenizers have other pieces
+  const changes = first.map((piece, i) => ({ text: piece.text, value: piece.value === null ? null : second[i].value - piece.value }));
+  const facts = [`${cards[1].model.name} minus ${cards[0].model.name}`, "wavy: the second model predicts better"];
+  color(card({ name: "What changed", facts }).text, changes, [0.1, 0.5, 1, 2]);
+}
+
+// Show pieces with their values, in four levels of color and underline.
+function color(area, pieces, limits) {
+  area.append(...pieces.map(({ text, value }) => {
+    const span = element("span", { textContent: text });
+    if (value === null) return span;
+    const level = limits.filter((limit) => Math.abs(value) >= limit).length;
+    Object.assign(span, { tabIndex: 0, className: `piece ${level && (value < 0 ? "better" : "worse")}` });
+    span.style.setProperty("--level", level);
+    span.dataset.value = `“${text}” ${value.toFixed(2)} nats`;
+    return span;
+  }));
+}
+
+if (typeof document === "undefined") {
+  addEventListener("install", (event) => event.waitUntil(keepPage().then(() => skipWaiting())));
+  addEventListener("activate", (event) => event.waitUntil(clients.claim()));
+  addEventListener("fetch", (event) => event.request.method === "GET" && event.respondWith(answer(event.request)));
+} else {
+  start().catch(report);
+}

@@ -1,0 +1,364 @@
+"""Tests of the static page in a real browser: models in ONNX that run in the page itself."""
+
+import json
+import random
+import re
+import shutil
+import threading
+import unicodedata
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import test_native
+import torch
+from huggingface_hub import SpaceCard
+
+import generate
+import push_to_hub
+from chromium import started
+from conftest import MODERN, assert_one_sentence, assert_user_error, prose
+from modeling_gpt2scratch.prompts import chat_ids, load_with_tokenizer
+from publishing import demo
+from publishing.demo_models import DemoModel, score
+
+pytest.importorskip("onnxruntime", reason="onnxruntime is an extra")
+
+from publishing import static_page
+
+needs_package = pytest.mark.skipif(not static_page.PACKAGE.is_file(), reason="onnxruntime-web was not downloaded")
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """A random chat model."""
+    folder = tmp_path_factory.mktemp("models") / "chats"
+    test_native.model_folder(folder, test_native.bpe(), n_positions=64, **MODERN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory):
+    """A random model of characters."""
+    folder = tmp_path_factory.mktemp("models") / "letters"
+    test_native.model_folder(folder, test_native.character_tokenizer([prose(0, 200), "<>"]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page_folder(run, chats, letters, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page") / "page"
+    demo.main([*map(str, (run, chats, letters)), "--static", str(folder)])
+    return folder
+
+
+class Server:
+    """A plain server of files on a port of its own."""
+
+    def __init__(self, folder: Path):
+        handler = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *parts: None})
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder)))
+        self.address = f"http://127.0.0.1:{self.server.server_port}/"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture(scope="module")
+def address(page_folder):
+    server = Server(page_folder)
+    yield server.address
+    server.stop()
+
+
+@pytest.fixture
+def changed(page_folder, tmp_path):
+    """Function that changes a copy of the page and returns its address, which has a cache of its own."""
+    servers = []
+
+    def change(function) -> str:
+        folder = shutil.copytree(page_folder, tmp_path / "page")
+        function(folder)
+        servers.append(Server(folder))
+        return servers[-1].address
+
+    yield change
+    for server in servers:
+        server.stop()
+
+
+class Page:
+    def __init__(self, browser, address: str):
+        self.browser = browser
+        browser.get(address)
+        self.wait_for(
+            "return document.querySelector('#models input') && document.querySelector('#backend').textContent"
+        )
+
+    def wait_for(self, script: str):
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        return WebDriverWait(self.browser, 60, poll_frequency=0.02).until(lambda it: it.execute_script(script))
+
+    def run_async(self, script: str, *arguments):
+        self.browser.set_script_timeout(120)
+        script = (
+            f"const [done, ...values] = [[...arguments].pop(), ...arguments]; (async () => {{ {script} }})().then(done)"
+        )
+        return self.browser.execute_async_script(script, *arguments)
+
+    def choose(self, *names: str, task: str = "continue", **settings) -> None:
+        for box in self.browser.find_elements("css selector", "#models label"):
+            if box.find_element("tag name", "input").is_selected() != (box.text in names):
+                box.click()
+        self.browser.find_element("css selector", f"[value={task}]").click()
+        for name, value in settings.items():
+            self.browser.execute_script(f"document.querySelector('#{name}').value = arguments[0]", value)
+
+    def start(self, text: str) -> None:
+        self.browser.execute_script("document.querySelector('#prompt').value = arguments[0]", text)
+        self.browser.find_element("css selector", "#start").click()
+
+    def write(self, text: str) -> list[str]:
+        self.start(text)
+        self.wait_until_done()
+        return self.texts(".text")
+
+    def wait_until_done(self) -> None:
+        self.wait_for("return document.querySelector('#stop').hidden")
+
+    def texts(self, part: str) -> list[str]:
+        elements = self.browser.find_elements("css selector", f"article {part}")
+        return [element.get_property("textContent") for element in elements]
+
+
+def greedy(model: Path, prompt: str, number: int, capsys) -> str:
+    generate.main([str(model), "--prompt", prompt, "--max_new_tokens", str(number), "--temperature", "0"])
+    return capsys.readouterr().out.removesuffix("\n")
+
+
+@needs_package
+def test_texts_side_by_side_are_those_of_generate_and_the_page_loads_nothing_else(
+    address, browser, run, chats, letters, capsys
+):
+    page = Page(browser, address)
+    page.choose("tiny", "chats", "letters", temperature=0, length=40)
+    words = prose(3, 200).lower().replace(".", "").split()
+    for i in range(20):
+        prompt = " ".join(words[i : i + 1 + i % 5])  # the texts exceed the contexts of 16 and 32 tokens
+        assert page.write(prompt) == [greedy(model, prompt, 40, capsys) for model in (run, chats, letters)]
+    assert page.texts("h2") == ["tiny", "chats", "letters"]
+    assert re.fullmatch(r"11,648 parameters · step 3 · validation loss \d\.\d\d · .*", page.texts(".facts")[0])
+    assert re.fullmatch(r"40 tokens · \d+ tokens/s", page.texts(".note")[0])
+    assert page.texts("mark") == [prompt] * 3
+    names = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert len(names) > 5
+    assert all(name.startswith(address) for name in names)
+    assert browser.find_element("id", "backend").text == "WebAssembly"
+    page.choose("tiny", temperature=1, seed=7)
+    once, again = page.write("the"), page.write("the")
+    page.choose("tiny", seed=8)
+    assert once == again != page.write("the")
+    assert page.texts(".note")[0].endswith("seed 8")
+
+
+@needs_package
+def test_a_text_streams_and_can_be_stopped(address, browser):
+    page = Page(browser, address)
+    page.choose("letters", length=100_000)
+    page.start("the")
+    page.wait_for("return document.querySelector('.text')?.textContent.length > 30")
+    assert not page.browser.find_element("id", "start").is_displayed()
+    page.browser.find_element("id", "stop").click()
+    page.wait_until_done()
+    assert page.browser.find_element("id", "status").text == "Stopped."
+    assert 1 < int(page.texts(".note")[0].split()[0].replace(",", "")) < 100_000
+
+
+CHARACTERS = [chr(i) for i in range(0x20000) if unicodedata.category(chr(i)) not in ("Cn", "Cs", "Co")]
+PIECES = [
+    *("the of and", "don't we'll 'S", " ", "  ", "\n\n", "\t", "1234", "½²Ⅷ١٢٣", "🙂👩‍👩‍👧", "日本語", "ไทยภาษา", "한국어", "क्षि"),
+    *("\x00", "\x1f", "\x85", "\u00a0", "\u3000", "\u2028", "\ufeff", "e\u0301", "ﬁ", "<|endoftext|>", "<|im_start|>", "!?", "__x"),
+]  # fmt: skip
+
+
+@needs_package
+def test_ids_are_those_of_python_for_2000_texts(address, browser, chats):
+    choice = random.Random(0).choice
+    texts = ["".join(choice((choice(PIECES), choice(CHARACTERS))) for _ in range(i % 40)) for i in range(2000)]
+    page = Page(browser, address)
+    page.choose("chats")
+    page.write("the")
+    _, tokenizer = load_with_tokenizer(chats)
+    script = "return values[0].map((text) => { const { tokenizer } = demo.models[1], ids = tokenizer.encode(text); return [ids, tokenizer.decode(ids)]; })"
+    for text, (ids, decoded) in zip(texts, page.run_async(script, texts), strict=True):
+        assert ids == tokenizer.encode(text), ascii(text)
+        assert decoded == tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd")
+
+
+@needs_package
+def test_a_chat_has_the_ids_of_python_and_is_answered(address, browser, chats):
+    page = Page(browser, address)
+    page.choose("chats", task="chat", temperature=0, length=10)
+    model, tokenizer = load_with_tokenizer(chats)
+    answers, messages = [], []
+    for text in ("the of\n", "<b>a</b><|im_end|> <|endoftext|>", "and " * 10, "to"):
+        messages.append({"role": "user", "content": text})
+        ids, left_out = chat_ids(tokenizer, messages, 54)
+        settings = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": model.generation_config.eos_token_id}
+        new = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), pad_token_id=1, **settings)
+        answers.append(tokenizer.decode(new[0, len(ids) :], skip_special_tokens=True).rstrip("\ufffd"))
+        messages.append({"role": "assistant", "content": answers[-1]})
+        page.write(text)
+        assert page.texts(".user") == [message["content"] for message in messages[::2]]
+        assert page.texts(".text > span:last-child") == answers[-1:]
+    assert left_out > 0
+    assert f"the model did not read the oldest {left_out} messages" in page.texts(".note")[0]
+    page.choose("letters", task="chat")
+    page.write("the")
+    assert page.texts(".problem") == ["letters has no chat template: it continues text."]
+
+
+@needs_package
+def test_losses_are_those_of_the_gradio_page(address, browser, run, chats):
+    page, text = Page(browser, address), "The é🙂 of the <b>"
+    page.choose("tiny", "chats", task="watch")
+    assert page.write(text)[:2] == [text, text]
+    for name, folder, note in zip(("tiny", "chats"), (run / "model", chats), page.texts(".note"), strict=False):
+        result = score(DemoModel(name, str(folder), []), text)
+        number = len(result["losses"])
+        assert note.startswith(
+            f"mean loss {sum(result['losses']) / number:.2f} nats per token · {number + 1} tokens of "
+        )
+    page.choose("tiny", task="watch")
+    page.write("t")
+    assert page.texts(".problem") == ["The first token has no loss; enter a text of at least two tokens."]
+
+
+@needs_package
+def test_a_long_prompt_and_html_and_an_unknown_character_are_shown_as_typed(address, browser):
+    page, prompt = Page(browser, address), "<img src=x onerror=alert(1)>" + "the of and " * 20
+    page.choose("tiny", "letters", length=3, temperature=0)
+    texts = page.write(prompt)
+    assert texts[0].startswith(prompt)
+    assert not browser.find_elements("tag name", "img")
+    assert re.search(r" · the model read the last 15 of \d+ tokens$", page.texts(".note")[0])
+    unknown = '"g", "c", "=", "x", "l", "(", "1", ")"'
+    sentence = f"The text contains {unknown}, which is not among this model's 30 characters; remove it."
+    assert page.texts(".problem")[1] == sentence
+
+
+@needs_package
+def test_the_page_works_without_a_network_once_loaded(page_folder, browser):
+    server = Server(page_folder)
+    page = Page(browser, server.address)
+    page.choose("tiny", temperature=0, length=20)
+    text = page.write("the")
+    page.wait_for("return navigator.serviceWorker.controller")
+    server.stop()
+    page = Page(browser, server.address)
+    page.choose("tiny", temperature=0, length=20)
+    assert page.write("the") == text
+
+
+def cut(folder: Path) -> None:
+    file = folder / "models" / "0" / "onnx" / "model.onnx"
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def flip(folder: Path) -> None:
+    file = folder / "models" / "0" / "onnx" / "model.onnx"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def remove_tokenizer(folder: Path) -> None:
+    (folder / "models" / "0" / "tokenizer.json").unlink()
+
+
+def change_vocabulary(folder: Path) -> None:
+    content = json.loads((folder / "models.json").read_text())
+    content["models"][0]["vocabulary"] = 100
+    (folder / "models.json").write_text(json.dumps(content))
+
+
+@needs_package
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (cut, r"tiny is incomplete or was changed: 1,000 bytes of [\d,]+ arrived; reload the page\."),
+        (flip, r"tiny is incomplete or was changed: ([\d,]+) bytes of \1 arrived; reload the page\."),
+        (remove_tokenizer, r"tiny has no tokenizer: the server answered 404\."),
+        (change_vocabulary, r"tiny has 100 embeddings but 300 tokens\."),
+    ],
+)
+def test_a_damaged_model_gives_a_sentence_and_the_others_work(change, sentence, changed, browser):
+    page = Page(browser, changed(change))
+    page.choose("tiny", "chats", length=5)
+    texts = page.write("the")
+    assert re.fullmatch(sentence, page.texts(".problem")[0])
+    assert texts[0] == ""
+    assert texts[1].startswith("the")
+
+
+@needs_package
+@pytest.mark.parametrize("flags", ["--js-flags=--jitless", "--js-flags=--no-enable-sse4-1 --no-enable-sse3"])
+def test_a_browser_without_webassembly_or_simd_gives_a_sentence(flags, address, tmp_path):
+    with started(tmp_path, flags) as old_browser:
+        old_browser.get(address)
+        page = Page.__new__(Page)
+        page.browser = old_browser
+        page.wait_for("return document.querySelector('#models input')")
+        page.choose("tiny")
+        page.write("the")
+        assert page.texts(".problem")[0].startswith("This browser lacks WebAssembly with SIMD, which the models need;")
+
+
+@needs_package
+def test_the_policy_forbids_code_in_texts_and_other_hosts(address, browser):
+    page = Page(browser, address)
+    code = "const it = document.createElement('script'); it.textContent = 'globalThis.ran = 1'; document.body.append(it); return globalThis.ran"
+    assert browser.execute_script(code) is None
+    evaluated = "const it = document.createElement('a'); it.setAttribute('onclick', 'globalThis.ran = 1'); it.click(); return globalThis.ran"
+    assert browser.execute_script(evaluated) is None
+    assert (
+        page.run_async("return fetch('http://127.0.0.1:9/').then(() => 'sent', (error) => error.message)")
+        == "Failed to fetch"
+    )
+    [policy] = re.findall('http-equiv="Content-Security-Policy" content="(.*?)"', static_page_text())
+    assert "unsafe" not in policy.replace("'wasm-unsafe-eval'", "")
+
+
+def static_page_text() -> str:
+    return Path(static_page.__file__).with_suffix(".html").read_text()
+
+
+def test_a_page_with_a_cdn_is_published_as_a_static_space(hub, run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    push_to_hub.main([str(run), "--space", "me/page", "--static", "--cdn", "--onnx", "q8"])
+    files = hub["spaces/me/page"].files()
+    assert files.keys() >= {"index.html", "page.js", "page.css", "models.json", "models/0/onnx/model_quantized.onnx"}
+    assert not [name for name in files if name.startswith("runtime/")]
+    assert b"connect-src 'self' https://cdn.jsdelivr.net;" in files["index.html"]
+    assert SpaceCard(files["README.md"].decode()).data.sdk == "static"
+    assert capsys.readouterr().out.endswith("/spaces/me/page\n")
+
+
+def test_a_wrong_package_or_registry_and_another_tokenizer_are_refused(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(static_page, "PACKAGE", tmp_path / "gpt2scratch" / static_page.PACKAGE.name)
+    monkeypatch.setenv("npm_config_registry", (tmp_path / "registry").as_uri())
+    sentence = rf"registry/onnxruntime-web/-/onnxruntime-web-{static_page.VERSION}\.tgz cannot be loaded \(.*add --cdn"
+    assert_one_sentence(sentence, static_page.write_runtime, tmp_path / "runtime")
+    package = tmp_path / "registry" / "onnxruntime-web" / "-" / f"onnxruntime-web-{static_page.VERSION}.tgz"
+    package.parent.mkdir(parents=True)
+    package.write_bytes(b"another")
+    assert_one_sentence("is not onnxruntime-web", static_page.write_runtime, tmp_path / "runtime")
+    assert not (tmp_path / "gpt2scratch").exists()
+    monkeypatch.setattr(static_page, "unusual_parts", lambda tokenizer: ["normalizer NFC()"])
+    sentence = r"tiny cannot run in a browser: its tokenizer has normalizer NFC\(\), but the page supports"
+    assert_user_error(sentence, demo.main, [str(run), "--static", str(tmp_path / "page")])
+    assert not (tmp_path / "page").exists()
