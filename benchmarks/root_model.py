@@ -27,6 +27,7 @@ from common.errors import UserError
 from common.limits import setting
 from modeling_gpt2scratch.configuration_gpt2scratch import AUTO_MAP
 from modeling_gpt2scratch.loading import CONFIG, GENERATION, TOKENIZER, WEIGHTS
+from tokenizer.corpus.named_data import licenses
 from training.checkpoints.loading import load_any_model
 from training.checkpoints.metrics import read_events, read_metrics
 from training.checkpoints.run_folder import RunFolder
@@ -137,12 +138,13 @@ def release() -> None:
     head |= {"quickstart_sha256": file_sha256(quickstart.model / WEIGHTS)}
     head |= {f"{split}_sha256": data[split]["sha256"] for split in ("train", "val")}
     head |= {"hours": round(hours(read_events(run_folder.events)), 3), "losses": curve}
-    write(NAME, head | {"files": write_files(run_folder)} | measure(run_folder))
+    result = head | {"files": write_files(run_folder)} | measure(run_folder)
+    write(NAME, result | {"first_steps": first_steps()})
 
 
-def check() -> None:
-    """Train the first steps again. Raise a `UserError` if their losses are not the recorded ones."""
-    record = schema.read(RESULTS / f"{NAME}.json")
+def first_steps() -> dict[str, Any]:
+    """Train the first steps in a folder of their own. Return their losses and what these depend on: machine, text, and
+    the installed packages that are the text."""
     with tempfile.TemporaryDirectory() as folder:
         run_folder = RunFolder(Path(folder) / "run")
         command = [sys.executable, "train_accelerate.py", "--config", PRESET, "--output_dir", str(run_folder.path)]
@@ -151,19 +153,26 @@ def check() -> None:
                 print(line, end="", flush=True)
                 if line.startswith("step") and losses(run_folder)[-1][0] >= FIRST_STEPS:
                     process.terminate()
-        data = schema.read(run_folder.facts)["data"]
-        again = record | {f"{split}_sha256": data[split]["sha256"] for split in ("train", "val")}
-        again |= {"cpu": cpu_name(), "torch": about("root_model", [])["torch"], "losses": losses(run_folder)}
-    print(comparison(record, again))
+        data, curve = schema.read(run_folder.facts)["data"], losses(run_folder)
+    return {
+        "cpu": cpu_name(),
+        "torch": about("root_model", [])["torch"],
+        "packages": sorted(licenses(["python-packages"])),
+        **{f"{split}_sha256": data[split]["sha256"] for split in ("train", "val")},
+        "losses": [[step, loss] for step, loss in curve if step <= FIRST_STEPS],
+    }
 
 
 def comparison(record: dict[str, Any], again: dict[str, Any]) -> str:
-    """Return how the first losses agree. Raise a `UserError` if they do not."""
+    """Return how the losses of the first steps agree. Raise a `UserError` if they do not."""
     if any(record[f"{split}_sha256"] != again[f"{split}_sha256"] for split in ("train", "val")):
-        raise UserError("The text differs: install the versions in constraints.txt, with the Python of the record.")
-    pairs = [(old[1], new[1]) for old, new in zip(record["losses"], again["losses"], strict=False)]
-    pairs = pairs[: sum(step <= FIRST_STEPS for step, _ in record["losses"])]
-    distance = max(abs(old - new) for old, new in pairs)
+        versions = [
+            sorted({*one["packages"]} - {*other["packages"]}) for one, other in ((record, again), (again, record))
+        ]
+        texts = (", ".join(names) or "the same packages" for names in versions)
+        raise UserError("The text differs: the record has {}, this machine {}; run make install.".format(*texts))
+    pairs = zip(record["losses"], again["losses"], strict=True)
+    distance = max(abs(old - new) for (_, old), (_, new) in pairs)
     is_same_machine = all(record[name] == again[name] for name in ("cpu", "torch"))
     if distance > (0 if is_same_machine else TOLERANCE):
         raise UserError(f"The losses of the first {FIRST_STEPS} steps differ from the record by up to {distance:.6f}.")
@@ -172,7 +181,10 @@ def comparison(record: dict[str, Any], again: dict[str, Any]) -> str:
 
 def main(arguments: list[str]) -> None:
     (options,) = FlagParser((RootModelArguments,), __doc__.splitlines()[0]).parse(arguments)
-    check() if options.check else release()
+    if options.check:
+        print(comparison(schema.read(RESULTS / f"{NAME}.json")["first_steps"], first_steps()))
+    else:
+        release()
 
 
 if __name__ == "__main__":

@@ -115,11 +115,14 @@ def test_a_function_must_end_and_be_accepted():
 
 
 def test_first_losses_are_compared_to_the_bit_on_the_same_type_of_cpu():
-    assert "within 0.000000 nats" in root_model.comparison(RECORD, RECORD)
-    other = RECORD | {"losses": [[step, loss + 1e-3] for step, loss in RECORD["losses"]]}
-    assert_user_error("differ from the record by up to 0.001", root_model.comparison, RECORD, other)
-    assert "within 0.001000 nats" in root_model.comparison(RECORD, other | {"cpu": "another"})
-    assert_user_error("The text differs", root_model.comparison, RECORD, RECORD | {"val_sha256": ""})
+    first = RECORD["first_steps"]
+    assert "within 0.000000 nats" in root_model.comparison(first, first)
+    other = first | {"losses": [[step, loss + 1e-3] for step, loss in first["losses"]]}
+    assert_user_error("differ from the record by up to 0.001", root_model.comparison, first, other)
+    assert "within 0.001000 nats" in root_model.comparison(first, other | {"cpu": "another"})
+    other = first | {"val_sha256": "", "packages": ["rich 15.1.0", *first["packages"]]}
+    sentence = "The text differs: the record has the same packages, this machine rich 15.1.0; run make install."
+    assert_user_error(sentence, root_model.comparison, first, other)
 
 
 def test_generate_without_a_model_means_the_root(tmp_path, launch):
