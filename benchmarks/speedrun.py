@@ -48,7 +48,7 @@ def train(folder: Path, config: Path | None) -> dict[str, Any]:
     how = ["--budget", "2m"] if config is None else ["--config", str(config)]
     flags = ["--data", TEXT, "--validation_fraction", "0.05", "--output_dir", str(folder), *how]
     if subprocess.run([sys.executable, "train_accelerate.py", *flags], cwd=REPOSITORY, check=False).returncode:
-        raise UserError(f"The run did not end well, as its messages say; correct the settings of {config}.")
+        raise UserError("The run did not end; correct what its messages name.")
     entries, run_folder = read_metrics(RunFolder(folder).metrics), RunFolder(folder)
     last = [entry for entry in entries if "eval_bits_per_byte" in entry][-1]
     tensors = load_file(run_folder.model / "model.safetensors")

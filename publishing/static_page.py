@@ -69,7 +69,8 @@ def write_page(
         shutil.copy(Path(__file__).with_suffix(suffix), destination / name)
     if use_cdn:
         page = destination / "index.html"
-        page.write_text(page.read_text().replace("src 'self'", f"src 'self' {CDN}"))
+        text = page.read_text(encoding="utf-8").replace("src 'self'", f"src 'self' {CDN}")
+        page.write_text(text, encoding="utf-8")
     models = [
         _write_model(entry, release, destination / "models" / str(i), kind)
         for i, (entry, release) in enumerate(zip(entries, releases, strict=True))
@@ -124,17 +125,19 @@ def write_runtime(folder: Path) -> None:
     """Write onnxruntime-web with its license to a new folder. The package from npm is kept in the user's cache.
     Raise a `UserError` if it cannot be downloaded, or is another one."""
     registry = os.environ.get("npm_config_registry") or REGISTRY  # noqa: SIM112 (npm's own name)
-    source = str(PACKAGE) if PACKAGE.is_file() else f"{registry.rstrip('/')}/onnxruntime-web/-/{PACKAGE.name}"
+    is_kept = PACKAGE.is_file()
+    source = str(PACKAGE) if is_kept else f"{registry.rstrip('/')}/onnxruntime-web/-/{PACKAGE.name}"
     try:
-        with urlopen(PACKAGE.as_uri() if PACKAGE.is_file() else source, timeout=60) as answer:
+        with urlopen(PACKAGE.as_uri() if is_kept else source, timeout=60) as answer:
             package = answer.read()
     except (OSError, ValueError) as error:
         raise UserError(f"{source} cannot be loaded ({error}); try again, or add --cdn to use a CDN.") from error
     if b64encode(sha512(package).digest()).decode() != INTEGRITY:
         raise UserError(f"{source} is not onnxruntime-web {VERSION}: its SHA-512 differs; delete it, and try again.")
-    PACKAGE.parent.mkdir(parents=True, exist_ok=True)
-    with unfinished_path(PACKAGE, ".tmp") as draft:
-        draft.write_bytes(package)
+    if not is_kept:
+        PACKAGE.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished_path(PACKAGE, ".tmp") as draft:
+            draft.write_bytes(package)
     folder.mkdir()
     with tarfile.open(fileobj=BytesIO(package)) as archive:
         for file in (*WASM, *WEBGPU):
