@@ -67,7 +67,7 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
         # Begin: only now, after everything was read, a run in the folder may be replaced.
         begin_run(run, config.run, pacer.config_yaml(), forecast.described())
         guard.has_begun = True
-        validation = Validation(run, train_step, config.evaluation.max_eval_samples)
+        validation = Validation(run, train_step, config.evaluation.max_eval_samples, forecast.compiles_validation)
         print_forecast(run, forecast)
 
         gc.freeze()  # excludes everything so far from garbage collection, which would pause a step for half a second

@@ -12,6 +12,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from training.budget.forecast import assumed_speed, times_due
 from training.data.batches import BatchPlan, DataPosition, WindowOrder
 from training.plan.plan import Plan
+from training.runtime import compilation
 from training.runtime.device import Setup
 from training.runtime.hardware import rentals_named, reported_mfu
 from training.step.optim import usual_learning_rate
@@ -214,6 +215,21 @@ def test_plan_gives_advice(store, tmp_path, capsys):
     about = [line.split()[1] for line in output.splitlines() if line.startswith("Advice:")]
     assert about == ["data_placement", "torch_compile", "attn_pdrop", "learning_rate", "warmup_steps", "Validation"]
     assert "Time:    not measured, because --plan_steps is 0." in output
+
+
+@pytest.mark.skipif(bool(compilation._missing_to_compile()), reason="needs a C++ compiler")
+def test_a_short_run_on_a_cpu_is_not_compiled_by_default(store, tmp_path, capsys):
+    note = "torch.compile is off: for so few steps, compiling would take longer than it saves."
+    for steps, choice, compiles in (
+        (6, "auto", False),
+        (10**8, "auto", True),
+        (6, "true", True),
+        (10**8, "false", False),
+    ):
+        output = planned(store, tmp_path, capsys, max_steps=steps, torch_compile=choice, plan_steps=0)
+        assert (", compiled, " in output) is compiles
+        assert (note in output) is (choice == "auto" and not compiles)
+        assert ("torch_compile is off; " in output) is (choice == "false")
 
 
 @pytest.mark.parametrize(

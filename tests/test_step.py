@@ -175,7 +175,10 @@ def test_a_step_never_waits_for_the_device(place):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_compiled_training_learns(train, tmp_path):
+def test_compiled_training_learns_and_a_short_validation_is_not_compiled(train, tmp_path):
+    torch._dynamo.utils.counters.clear()
     run = train(tmp_path / "run", torch_compile="true", max_steps=30, n_layer=1, eval_strategy="no")
     losses = [entry["loss"] for entry in metrics(run) if "loss" in entry]
     assert losses[-1] < losses[0] - 1  # nats
+    assert "eval_loss" in metrics(run)[-1]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -29,11 +29,13 @@ from training.data.run_data import (
     processes_of_this_machine,
 )
 from training.evaluation.sampling import with_prompts
+from training.log.speed import flops_per_token
 from training.plan.compatibility import compare
 from training.plan.memory import Memory
 from training.plan.plan import Plan, cuda_graph_problems, host_memory_problems, steps_of
 from training.plan.resume import ResumePoint, choose_checkpoint, resume_position
 from training.plan.run import Run
+from training.runtime.compilation import SHORT_RUN, is_automatic, pays_off
 from training.runtime.console import printer
 from training.runtime.device import Setup, decide, without_kernels
 from training.runtime.distributed import on_main
@@ -119,6 +121,7 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     state = load_state(checkpoint) if checkpoint is not None else None
     position = resume_position(state, store.metadata.identity, restarted().get("passed_over", ()))
     plan = make_plan(config, store, tokenizer, accelerator, setup, position)
+    setup = plan.memory.setup
     settings = config.settings.recorded() | {
         "data": store.metadata.identity,
         "tokenizer": store.metadata.tokenizer_sha256,
@@ -171,7 +174,19 @@ def make_plan(
         problems.sentences += cuda_graph_problems(setup, batches)
     problems.refuse()
     steps = steps_of(config.length, batches, order.windows)
-    return Plan(model, batches, order, steps, placement, memory, available, position)
+    plan = Plan(model, batches, order, steps, placement, memory, available, position)
+    if setup.torch_compile and not on_gpu and _is_short(config, plan):
+        note = "torch.compile is off: for so few steps, compiling would take longer than it saves."
+        eager = replace(setup, torch_compile=False, notes=(*setup.notes, note))
+        return make_plan(config, store, tokenizer, accelerator, eager, position)
+    return plan
+
+
+def _is_short(config: TrainConfig, plan: Plan) -> bool:
+    """Return whether the steps should not be compiled, because they are few and nothing else decides."""
+    is_free = is_automatic(config.device.torch_compile) and config.device.torch_compile_mode is None
+    flops = plan.max_steps * plan.tokens_per_step * flops_per_token(plan.model)  # of a resumed run, too: all its steps
+    return is_free and config.budget.budget is None and not pays_off(flops, SHORT_RUN)
 
 
 def available_memory(accelerator: Accelerator, plan_device: str | None, token_bytes: int) -> int:

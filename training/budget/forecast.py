@@ -23,13 +23,15 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
 from training.budget.sizing import Sizing, resolve
-from training.budget.throughput import SCORING, Throughput, assumed_speed, measure_speed
+from training.budget.throughput import SCORING, VALIDATION_GRAPH, Throughput, assumed_speed, measure_speed
 from training.config import TrainConfig, dump_config
 from training.data.run_data import bytes_of, find_store, open_store
+from training.log.speed import flops_per_token
 from training.plan.plan import Plan
 from training.plan.run import Run
 from training.preflight import make_plan, setup_of
 from training.report.report import environment
+from training.runtime.compilation import SHORT_VALIDATION, is_automatic, pays_off
 from training.runtime.console import printer
 from training.runtime.device import Setup, describe, kernel_of_sdpa, memory_of_others
 from training.runtime.distributed import start_accelerator
@@ -70,6 +72,12 @@ class Forecast:
         return times_due(self.plan, evaluation.eval_strategy, evaluation.eval_steps)
 
     @property
+    def compiles_validation(self) -> bool:
+        """Whether validations are compiled, as a graph of their own."""
+        flops = self.validation_tokens * SCORING * flops_per_token(self.plan.model)
+        return self.setup.torch_compile and pays_off(flops, SHORT_VALIDATION)
+
+    @property
     def evaluation_share(self) -> float:
         """Fraction of the time spent on validation."""
         return SCORING * self.validation_tokens / (SCORING * self.validation_tokens + self.tokens)
@@ -84,7 +92,9 @@ class Forecast:
 
     def seconds(self, speed: Throughput, tokens: int | None = None) -> float:
         """Return the seconds of the run, or of one that trains on `tokens` with the same validations."""
-        return speed.seconds(self.tokens if tokens is None else tokens, self.validations, self.validation_tokens)
+        graph = VALIDATION_GRAPH * speed.startup * self.compiles_validation
+        tokens = self.tokens if tokens is None else tokens
+        return graph + speed.seconds(tokens, self.validations, self.validation_tokens)
 
     def described(self) -> dict[str, float | None]:
         """Return the estimates that events.jsonl records for comparison with the actual run."""
@@ -135,6 +145,7 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
     store = sample if estimate is None else estimate.whole
     config, sizing = resolve(config, accelerator, setup, [store, sample])
     plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)
+    setup = plan.memory.setup
     hardware, speed = describe(accelerator, setup, plan.model), sizing and sizing.speed
     if config.cost.plan_device is not None:
         rental, processes = RENTALS[config.cost.plan_device], accelerator.num_processes
@@ -228,7 +239,7 @@ def advice(forecast: Forecast) -> Iterator[str]:
     gigabytes, fits = forecast.store_bytes / 1e9, forecast.store_bytes < psutil.virtual_memory().available / 2
     if config.data.data_placement == "mmap" and fits:
         yield f"data_placement is mmap, but the store's {gigabytes:.2f} GB fit in RAM, which is faster; use auto."
-    if not setup.torch_compile and (on_gpu or shutil.which("g++")):
+    if not setup.torch_compile and (on_gpu or (shutil.which("g++") and not is_automatic(config.device.torch_compile))):
         yield "torch_compile is off; compiled steps are faster, by far on a GPU."
     if on_gpu and setup.mixed_precision == "no":
         yield "mixed_precision is no, so tensor cores use TF32 at best; bf16 is about twice as fast."
@@ -252,7 +263,7 @@ def advice(forecast: Forecast) -> Iterator[str]:
         text = f"A micro-batch has {tokens:,} tokens, too few to fill a GPU; {largest:,} sequences would fit"
         yield f"{text}: raise tokens_per_step, or per_device_train_batch_size."
     if (epochs := plan.epoch(plan.max_steps)) > scaling.MOST_EPOCHS:
-        text = f"beyond about {scaling.MOST_EPOCHS} epochs, more text helps more than more epochs."
+        text = f"beyond about {scaling.MOST_EPOCHS}, the loss on new text rises: use fewer, or more text."
         yield f"The run trains for {epochs:.1f} epochs; {text}"
     if N >= FILLS_A_GPU and forecast.tokens < N * scaling.RATIOS["modern"] / 10:  # scaling laws exclude smaller models
         text = "tokens per parameter are few: a smaller model would reach a lower loss in the same time."

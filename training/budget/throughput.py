@@ -42,7 +42,7 @@ class Throughput:
     source: str  # "measured over 10 steps ...", "assumed ..."
     mfu: float | None = None
     peak_bytes: float | None = None  # peak memory; None if no steps were measured
-    startup: float = 0.0  # seconds until the first step is done, and to compile the validation
+    startup: float = 0.0  # seconds until the first step is done
 
     def seconds(self, tokens: float, validations: float, validation_tokens: float) -> float:
         """Return the seconds of a run that trains on `tokens` and scores `validation_tokens` in its `validations`,
@@ -106,8 +106,8 @@ def measure_speed(
         layers = f"{counted(model.n_layer, 'layer')} of width {model.n_embd}"
         source += f" of {micro * model.n_positions:,} tokens with {layers}, scaled by operations"
     source += f"; the first step was done after {first_step:.1f} s"
-    pace, startup = plan.tokens_per_step / total, first_step * (1 + VALIDATION_GRAPH * setup.torch_compile)
-    return Throughput(pace, source, speed.at_peak and pace / speed.at_peak, peak, startup)
+    pace = plan.tokens_per_step / total
+    return Throughput(pace, source, speed.at_peak and pace / speed.at_peak, peak, startup=first_step)
 
 
 def _bounded(plan: Plan, flops: float) -> tuple[GPT2ScratchConfig, int]:

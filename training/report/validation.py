@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable
 
+import torch
+
 from training.checkpoints.samples import write_samples
 from training.evaluation.sampling import sample
 from training.evaluation.scoring import evaluate
@@ -17,9 +19,11 @@ from training.step.train_step import TrainStep
 
 
 class Validation:
-    def __init__(self, run: Run, train_step: TrainStep, max_samples: int | None):
-        """Score `max_samples` windows before the last step, or all if None, and all windows after the last step."""
+    def __init__(self, run: Run, train_step: TrainStep, max_samples: int | None, compiles: bool):
+        """Score `max_samples` windows before the last step, or all if None, and all windows after the last step.
+        `compiles`: whether a compiled loss is also compiled for validations."""
         self.run, self.train_step, self.max_samples = run, train_step, max_samples
+        self.stance = "default" if compiles else "force_eager"
         if run.accelerator.is_main_process:
             parameters, data = train_step.model.num_parameters(), run.data.store.metadata
             watts_of_device = watts(device_name(run.accelerator.device))
@@ -36,8 +40,9 @@ class Validation:
             return stop()
 
         def score(limit: int | None) -> dict[str, float] | None:
-            split = run.data.store.metadata.val
-            return evaluate(self.train_step.loss, run.data.val, split, run.plan.batches, run.accelerator, limit, watch)
+            loss, split, plan = self.train_step.loss, run.data.store.metadata.val, run.plan.batches
+            with torch.compiler.set_stance(self.stance):
+                return evaluate(loss, run.data.val, split, plan, run.accelerator, limit, watch)
 
         metrics = score(None if is_last else self.max_samples)
         if metrics is None:

@@ -10,6 +10,7 @@ import re
 import shutil
 import struct
 import sysconfig
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,10 @@ from training.runtime.restart import restarted
 
 SILENCE = 30.0  # seconds until a wait for a lock is reported
 LINKING = 5.0  # a file without a write for this many seconds is not being linked by any process
+# Operations of a run, for each thread of a CPU, below which compiling takes longer than it saves: with two layers it
+# takes 20 s, and steps without it have 0.67 of the speed (two cores, docs/log.md). The validation, which is compiled
+# separately, takes 9 s, and without it has 0.7 of the speed.
+SHORT_RUN, SHORT_VALIDATION = 4.4e12, 2.4e12
 ELF = struct.Struct("<16s2HI3QI6H")  # header of a 64-bit file
 
 
@@ -38,9 +43,7 @@ def decide_compilation(choice: str, mode: str | None, notes: list[str]) -> bool:
         raise UserError(f"torch_compile_mode is {mode!r}; it must be one of {', '.join(modes)}.")
     if choice.lower() not in ("auto", "true", "false"):
         raise UserError(f"torch_compile is {choice!r}; it must be true, false or auto.")
-    choice = choice.lower()
-    if choice == "auto" and os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
-        choice = "true"
+    choice = "auto" if is_automatic(choice) else "true" if choice.lower() == "auto" else choice.lower()
     problem = _missing_to_compile()
     if problem and choice == "true":
         raise UserError(f"torch_compile is true, but it cannot work here: {problem} Or leave torch_compile at auto.")
@@ -48,6 +51,16 @@ def decide_compilation(choice: str, mode: str | None, notes: list[str]) -> bool:
         notes.append(f"torch.compile is off, which makes steps slower: {problem}")
     is_proven = not torch.backends.mps.is_available()  # compilation for Apple GPUs is still a prototype
     return choice == "true" or (choice == "auto" and not problem and is_proven)
+
+
+def is_automatic(choice: str) -> bool:
+    """Return whether neither the command nor the launcher decides about compilation."""
+    return choice.lower() == "auto" and os.environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() == "NO"
+
+
+def pays_off(flops: float, threshold: float) -> bool:
+    """Return whether compiling saves more time than it takes in work of so many operations. On a GPU, it always does."""
+    return torch.accelerator.is_available() or flops > threshold * torch.get_num_threads()
 
 
 def _missing_to_compile() -> str:
@@ -73,12 +86,24 @@ def _missing_to_compile() -> str:
     return " ".join(parts)
 
 
-def prepare_cache() -> None:
-    """Prepare Inductor's cache for this process. After a restart because of a lock, it is a folder of this run."""
+def prepare_compiler() -> None:
+    """Prepare Inductor and its cache for this process. After a restart because of a lock, it is a folder of this run."""
     if folder := restarted().get("compiler_cache"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     _filelock.FileLock.acquire = _acquire
     remove_incomplete_libraries()
+    if not torch.accelerator.is_available():
+        threading.Thread(target=_try_instructions, name="instructions", daemon=True).start()
+
+
+def _try_instructions() -> None:
+    """Find the vector instructions that the C++ compiler and this CPU support. With an empty cache, Inductor builds and
+    loads a library for each, which takes 6 s. In a thread, they pass while the model is traced. If it fails, the
+    compilation of the model fails in the same way, and reports it."""
+    with suppress(Exception):
+        from torch._inductor.cpu_vec_isa import pick_vec_isa  # takes a second
+
+        pick_vec_isa()
 
 
 def _acquire(lock: FileLock) -> object:

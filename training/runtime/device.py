@@ -30,7 +30,7 @@ class DeviceArguments:
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = setting(
         "auto", "Precision of matrix products; weights stay fp32. auto: best for the device.", resume="refused"
     )
-    torch_compile: str = free("auto", "Compile model and loss: true, false, or auto (if a C++ compiler is found).")
+    torch_compile: str = free("auto", "Compile model and loss: true, false, or auto (not for short runs on a CPU).")
     torch_compile_mode: str | None = free(None, "Mode of torch.compile, such as max-autotune-no-cudagraphs.")
     attn_implementation: str = free(
         "auto",

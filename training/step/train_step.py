@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.data.batches import TrainBatches, mix
-from training.runtime.compilation import prepare_cache
+from training.runtime.compilation import prepare_compiler
 from training.runtime.device import Setup, computes_bf16
 from training.step.loss import NextTokenLoss
 from training.step.model import build_model
@@ -102,7 +102,7 @@ def _prepare_loss(loss: NextTokenLoss, accelerator: Accelerator, setup: Setup) -
     It is compiled in place before DDP wraps it: Accelerate wraps first and compiles the wrapper, whose forward cannot
     be one graph (huggingface/accelerate#3991). The graph contains Accelerate's autocast either way."""
     if setup.torch_compile:
-        prepare_cache()
+        prepare_compiler()
     if setup.shards(accelerator):
         return shard(loss, accelerator, setup.sharding, setup.compile_settings)
     if setup.compile_settings is not None:
