@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
-from common.errors import Problems, UserError
+from common.errors import Problems, UserError, counted
 from tokenizer.corpus.units import Corpus
 from tokenizer.store.store import SPLITS, TokenStore
 from training.checkpoints.backup import Backup
@@ -161,7 +161,8 @@ def make_plan(
     on_gpu = accelerator.device.type == "cuda" or config.cost.plan_device is not None
     sharded_by = accelerator.num_processes if setup.shards(accelerator) else 1
     program = 0 if on_gpu else psutil.Process().memory_info().rss + PROGRAM_GROWS
-    memory = Memory(model, setup, on_gpu, sharded_by, program, config.optim.optimizer)
+    optimizer, horizon = config.optim.optimizer, config.optim.weight_average
+    memory = Memory(model, setup, on_gpu, sharded_by, program, optimizer, has_average=horizon is not None)
     if not (on_gpu or config.cost.plan):
         problems.sentences += host_memory_problems(memory, local)
     largest = memory.largest_micro_batch(available)
@@ -174,6 +175,8 @@ def make_plan(
         problems.sentences += cuda_graph_problems(setup, batches)
     problems.refuse()
     steps = steps_of(config.length, batches, order.windows)
+    if horizon is not None and horizon > steps:
+        raise UserError(f"weight_average is {horizon:,}, more than the {counted(steps, 'step')} of the run; use fewer.")
     plan = Plan(model, batches, order, steps, placement, memory, available, position)
     if setup.torch_compile and not on_gpu and _is_short(config, plan):
         note = "torch.compile is off: for so few steps, compiling would take longer than it saves."

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
@@ -27,7 +27,7 @@ from training.checkpoints.run_folder import RunFolder, forget_replaced
 from training.checkpoints.status import record, write_status
 from training.runtime.distributed import on_main
 from training.step.loss import DivergenceError
-from training.step.optim import moment_shapes, named_moments
+from training.step.optim import moment_shapes, named_moments, named_weights
 from training.step.tensors import whole
 from training.step.train_step import TrainStep
 
@@ -95,13 +95,15 @@ class Saver(AbstractContextManager):
         self.verification = BackgroundTask(store.check_hashes, "verification", niceness=10, daemon=True)
         if self.accelerator.is_local_main_process:
             self.verification.start()
-        self.optimizer = train_step.optimizer.optimizer
+        self.optimizer, self.average = train_step.optimizer.optimizer, train_step.average
         self.save_total_limit, self.backup = save_total_limit, backup
         self.saved_step: int | None = None
         self.snapshot = checkpoint.Snapshot()  # the same memory for every save
         # Not in the thread: during a step, a sharded model has other parameters.
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         shapes |= moment_shapes(self.model, self.optimizer)
+        if self.average is not None:
+            shapes |= {name: weight.shape for name, weight in named_weights(self.model).items()}
         # Niceness 19: training on a CPU comes first.
         self.task = BackgroundTask(partial(self._make_room, shapes), THREAD, niceness=19)
         n_bytes = 4 * sum(shape.numel() for shape in shapes.values())
@@ -164,13 +166,20 @@ class Saver(AbstractContextManager):
             start += shape.numel()
 
     def _copy_off_the_device(self) -> None:
-        weights, moments = self.model.named_parameters(), named_moments(self.model, self.optimizer)  # tied weights once
-        for name, tensor in (*weights, *moments):
-            full = whole(tensor.detach())
+        for name, full in self._whole_tensors():
             if self.accelerator.is_main_process:
                 self.snapshot.tensors[name].copy_(full, non_blocking=True)
         if self.accelerator.device.type != "cpu":
             torch.accelerator.synchronize()
+
+    def _whole_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a checkpoint: model, moments and, if the model is an average, the weights themselves."""
+        tensors = dict(self.model.named_parameters())  # tied weights once
+        if self.average is not None:
+            yield from self.average.whole()
+            tensors = named_weights(self.model)
+        for name, tensor in (*tensors.items(), *named_moments(self.model, self.optimizer)):
+            yield name, whole(tensor.detach())
 
     def _write(self, state: checkpoint.TrainState) -> None:
         step, begin = state.position.step, time.perf_counter()

@@ -36,6 +36,7 @@ class Memory:
     sharded_by: int = 1  # number of processes that share the model
     program: int = 0  # bytes of Python and PyTorch
     optimizer: str = "adamw"
+    has_average: bool = False  # of the weights
 
     @property
     def in_half(self) -> bool:
@@ -57,10 +58,12 @@ class Memory:
         parts = {"weights": 4 * N // P, "gradients": 4 * N // P, "optimizer": self.moments // P}
         if P > 1:
             parts["gradients"] += BYTES_KEPT_WHOLE * N
+        if self.has_average:
+            parts["weights"] *= 2
         if self.in_half:
             parts["weights in half precision"] = 2 * N // P
         if not self.on_gpu:
-            parts["checkpoint copy"] = 4 * N + self.moments
+            parts["checkpoint copy"] = 4 * N * (1 + self.has_average) + self.moments
         return parts
 
     def parts(self, micro_batch: int) -> dict[str, int]:

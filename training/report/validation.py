@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
@@ -31,38 +32,46 @@ class Validation:
             begin_report(run.folder, run.plan.model, parameters, data, total)
 
     def validate(self, step: int, log: RunLog, stop: Callable[[], object]) -> None:
-        """Score the model after `step` steps.
+        """Score the model after `step` steps: the average of its weights, if there is one.
         If `stop` returns true, end early and write nothing. The resumed run starts with this validation."""
-        run, is_last = self.run, step == self.run.plan.max_steps
 
         def watch(share: float) -> object:
             log.show_progress("validating", share)
             return stop()
 
-        def score(limit: int | None) -> dict[str, float] | None:
-            loss, split, plan = self.train_step.loss, run.data.store.metadata.val, run.plan.batches
-            with torch.compiler.set_stance(self.stance):
-                return evaluate(loss, run.data.val, split, plan, run.accelerator, limit, watch)
-
-        metrics = score(None if is_last else self.max_samples)
-        if metrics is None:
-            return
-        if not math.isfinite(loss := metrics["eval_loss"]):
-            raise DivergenceError(f"The validation loss is {loss} after step {step:,}", step)
+        is_last = step == self.run.plan.max_steps
+        with self.train_step.averaged():
+            metrics = self._score(None if is_last else self.max_samples, watch)
+            if metrics is None:
+                return
+            if not math.isfinite(loss := metrics["eval_loss"]):
+                raise DivergenceError(f"The validation loss is {loss} after step {step:,}", step)
+        losses = {}
         if is_last and self.max_samples is not None:
-            sampled_metrics = score(self.max_samples)
+            losses["eval_sampled_loss"] = self.train_step.averaged()
+        if self.train_step.average is not None:
+            losses["eval_unaveraged_loss"] = nullcontext()
+        for name, weights in losses.items():
+            with weights:
+                sampled_metrics = self._score(self.max_samples, watch)
             if sampled_metrics is None:
                 return
-            metrics["eval_sampled_loss"] = sampled_metrics["eval_loss"]
+            metrics[name] = sampled_metrics["eval_loss"]
         log.log_evaluation(step, metrics)
         self.write_samples(step, log, prints=is_last)
-        if run.accelerator.is_main_process:
-            write_report(run.folder)
+        if self.run.accelerator.is_main_process:
+            write_report(self.run.folder)
+
+    def _score(self, limit: int | None, watch: Callable[[float], object]) -> dict[str, float] | None:
+        run, loss = self.run, self.train_step.loss
+        split, batches = run.data.store.metadata.val, run.plan.batches
+        with torch.compiler.set_stance(self.stance):
+            return evaluate(loss, run.data.val, split, batches, run.accelerator, limit, watch)
 
     def write_samples(self, step: int, log: RunLog, prints: bool) -> None:
         """Write prompts and continuations to samples.md, and print them if `prints`."""
         model, seed = self.train_step.model, self.run.plan.order.seed
-        with generating(model):
+        with self.train_step.averaged(), generating(model):
             samples = sample(model, self.run.data.tokenizer, self.run.sampling, seed)
         if not self.run.accelerator.is_main_process:
             return

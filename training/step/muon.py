@@ -4,10 +4,9 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from training.step.tensors import local, shard_like
+from training.step.tensors import local, shard_like, whole_like
 
 # Steepest slope at zero that still converges into [0.7, 1.2] (Jordan et al. 2024).
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -120,12 +119,4 @@ class Muon(torch.optim.Optimizer):
             gradients = [torch.where(found_inf.bool(), buffer, gradient) for buffer, gradient in pairs]
         torch._foreach_lerp_(buffers, gradients, 1.0 - momentum)
         updates = torch._foreach_lerp(gradients, buffers, momentum)
-        return [_whole_like(update, parameter) for update, (parameter, _) in zip(updates, members, strict=True)]
-
-
-def _whole_like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of a `shard` that is divided like `parameter`. All processes must call this."""
-    if not isinstance(parameter, DTensor):
-        return shard
-    layout = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(shard, parameter.device_mesh, parameter.placements, **layout).full_tensor()
+        return [whole_like(update, parameter) for update, (parameter, _) in zip(updates, members, strict=True)]

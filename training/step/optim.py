@@ -18,7 +18,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from training.step.model import ModelArguments
 from training.step.muon import Muon, momentum_at
 from training.step.size import ModelSize, size_of
-from training.step.tensors import open_tensors, shard_like, verified
+from training.step.tensors import local, open_tensors, shard_like, verified
 
 
 @dataclass
@@ -50,6 +50,13 @@ class OptimArguments:
     adam_beta2: float = setting(0.95, "Decay of Adam's second moment.", minimum=0, below=1)
     adam_epsilon: float = setting(1e-8, "Added to Adam's denominator; with muon 1e-10.", minimum=1e-20, maximum=1)
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; 0 disables clipping.")
+    weight_average: int | None = setting(
+        None,
+        "Average the weights over about so many last steps; validations and the saved model use the average.",
+        minimum=2,
+        maximum=10**9,
+        resume="fixed",
+    )
 
     def problems(self) -> Iterator[str]:
         lowest, peak = self.min_learning_rate, self.learning_rate
@@ -109,6 +116,7 @@ def describe_rates(arguments: OptimArguments, tokens_per_step: int) -> str:
 # Keys of the fp32 tensors in the optimizer's state of a parameter, by the rule of its group.
 MOMENTS = {"adam": ("step", "exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 SCALARS = {"step"}  # a single number instead of one per weight
+WEIGHT = "weight"  # key of the weight itself, if the checkpoint's model is an average of weights
 # Temporary bytes of Muon's step per weight of its largest stack, with products in (fp32, bf16): X, the next X and A, or
 # the updates and their stack. Counted for 12 layers of width 768 and 1,024 (tests/fake_cuda).
 MUON_BYTES = (9, 8)
@@ -235,18 +243,28 @@ def named_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
             yield name, optimizer.state[parameter][key]
 
 
-def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights with their names among the moments of a checkpoint whose model is an average of weights."""
+    return {f"{name}/{WEIGHT}": parameter for name, parameter in model.named_parameters()}
+
+
+def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, is_averaged: bool = False) -> None:
     """Load the moments of a safetensors file into `optimizer`, built for `model`. Its hyperparameters do not change.
-    Raise a `UserError` if the file's tensors do not match the optimizer, or hold values that no run writes."""
+    `is_averaged`: the file also has the weights. Raise a `UserError` if the file's tensors do not match the optimizer,
+    or hold values that no run writes."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[torch.Tensor, dict[str, torch.Tensor]] = {parameter: {} for parameter in parameters}
-    shapes = moment_shapes(model, optimizer)
+    weights = named_weights(model) if is_averaged else {}
+    shapes = moment_shapes(model, optimizer) | {name: weight.shape for name, weight in weights.items()}
     with open_tensors(path) as file:  # one tensor at a time: only this process's shard is kept
         if wrong := sorted(set(file.keys()) ^ shapes.keys()):
             raise UserError(f"{path} does not fit the model and its optimizer: {', '.join(wrong[:5])}.")
         for name, parameter, key in _moments(model, optimizer):
             full = verified(file.get_tensor(name), name, shapes[name], path)
             state[parameter][key] = shard_like(full, parameter)
+        for name, weight in weights.items():
+            full = verified(file.get_tensor(name), name, weight.shape, path)
+            local(weight).data.copy_(local(shard_like(full, weight)))
     states = dict(enumerate(state.values()))
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
 

@@ -34,6 +34,14 @@ def shard_like(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None).to(parameter.device)
 
 
+def whole_like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return the full tensor of a `shard` that is divided like `parameter`. All processes must call this."""
+    if not isinstance(parameter, DTensor):
+        return shard
+    layout = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(shard, parameter.device_mesh, parameter.placements, **layout).full_tensor()
+
+
 @contextmanager
 def open_tensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file. Raise a `UserError` if it cannot be read."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.data.batches import TrainBatches, mix
 from training.runtime.compilation import prepare_compiler
 from training.runtime.device import Setup, computes_bf16
+from training.step.average import WeightAverage
 from training.step.loss import NextTokenLoss
 from training.step.model import build_model
 from training.step.optim import OptimArguments, build_optimizer, load_moments, set_rates, skip_if_not_finite
@@ -33,6 +35,7 @@ class TrainStep:
     optimizer: AcceleratedOptimizer  # around `optimizer.optimizer`, PyTorch's own
     batches: TrainBatches
     max_grad_norm: float
+    average: WeightAverage | None = None
 
     def __call__(self, step: int, rate_factor: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Train on global batch `step`, at `rate_factor` times the peak learning rates. Return this process's mean loss
@@ -61,8 +64,14 @@ class TrainStep:
                             skip_if_not_finite(self.optimizer.optimizer, norm)  # both may be offloaded
                         grad_norm = norm.to(total.device)
                     self.optimizer.step()
+                    if self.average is not None and self.accelerator.sync_gradients:
+                        self.average.update(step)
                     self.optimizer.zero_grad()
         return total / accumulation, grad_norm
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Context in which the model has the averages of its weights, if there are any."""
+        return nullcontext() if self.average is None else self.average.in_place()
 
     def _seed(self, seed: int) -> None:
         """Seed only the generators in use.
@@ -92,9 +101,11 @@ def build_train_step(
     loss = _prepare_loss(NextTokenLoss(model).train(), accelerator, setup)
     precision = torch.bfloat16 if setup.mixed_precision == "bf16" and computes_bf16() else torch.float32
     optimizer = accelerator.prepare(build_optimizer(model, arguments, accelerator.device, precision))
-    if checkpoint is not None:
-        load_moments(checkpoint / OPTIMIZER, model, optimizer.optimizer)
-    return TrainStep(accelerator, model, loss, optimizer, batches, arguments.max_grad_norm)
+    horizon = arguments.weight_average
+    average = None if horizon is None else WeightAverage(model, horizon)
+    if checkpoint is not None:  # its model is the average
+        load_moments(checkpoint / OPTIMIZER, model, optimizer.optimizer, is_averaged=average is not None)
+    return TrainStep(accelerator, model, loss, optimizer, batches, arguments.max_grad_norm, average)
 
 
 def _prepare_loss(loss: NextTokenLoss, accelerator: Accelerator, setup: Setup) -> nn.Module:

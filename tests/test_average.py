@@ -1,0 +1,61 @@
+"""Average of the weights: its values, the model that is validated and saved, and exact resuming."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from conftest import MODERN_RUN, assert_user_error, lines
+from training.step.average import WeightAverage
+from training.step.optim import WEIGHT
+
+
+def test_the_average_follows_its_definition():
+    """Three steps count alike until the horizon of two; then the last one has half of the weight."""
+    model = nn.Linear(2, 1, bias=False)
+    average = WeightAverage(model, horizon=2)
+    for step, value in enumerate((1.0, 3.0, 5.0)):
+        nn.init.constant_(model.weight, value)
+        average.update(step)
+    with average.in_place():
+        torch.testing.assert_close(model.weight.detach(), torch.full((1, 2), 3.5))  # ((1 + 3) / 2 + 5) / 2
+    torch.testing.assert_close(model.weight.detach(), torch.full((1, 2), 5.0))
+
+
+def tensors(checkpoint):
+    return load_file(checkpoint / "model.safetensors"), load_file(checkpoint / "training_state/optimizer.safetensors")
+
+
+@pytest.mark.parametrize("extra", [{}, MODERN_RUN | {"optimizer": "muon", "tie_word_embeddings": False}])
+def test_the_saved_model_is_the_average_and_a_run_resumes_to_the_bit(train, tmp_path, extra):
+    """A run with a horizon has the weights of one without. Resumed from its middle, it ends with the same average."""
+    plain = train(tmp_path / "plain", **extra)
+    run = train(tmp_path / "run", weight_average=4, **extra)
+    weights, _ = tensors(plain / "checkpoints/step_00000006")
+    averages, state = tensors(run / "checkpoints/step_00000006")
+    assert all(torch.equal(state[f"{name}/{WEIGHT}"], weight) for name, weight in weights.items())
+    assert all(not torch.equal(averages[name], weights[name]) for name in weights)
+    *_, last = (entry for entry in lines(run / "metrics.jsonl") if "eval_loss" in entry)
+    *_, of_plain = (entry for entry in lines(plain / "metrics.jsonl") if "eval_loss" in entry)
+    assert last["eval_unaveraged_loss"] == pytest.approx(of_plain["eval_loss"], abs=1e-6) != last["eval_loss"]
+    assert load_file(run / "model/model.safetensors").keys() == averages.keys()
+    middle = run / "checkpoints/step_00000003"
+    resumed = train(tmp_path / "resumed", resume_from_checkpoint=middle, weight_average=4, **extra)
+    for mine, theirs in zip(tensors(resumed / "checkpoints/step_00000006"), (averages, state), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_an_average_that_cannot_be_is_refused(train, tmp_path):
+    assert_user_error(
+        "weight_average is 7, more than the 6 steps of the run; use fewer", train, tmp_path / "a", weight_average=7
+    )
+    run = train(tmp_path / "run")
+    state = run / "checkpoints/step_00000003/training_state/state.json"
+    assert json.loads(state.read_text())["settings"]["weight_average"] is None
+    for old, new in ((run, 3), (train(tmp_path / "averaged", weight_average=3), 4)):
+        sentence = f"weight_average changed from .* to {new}, so its moments do not fit; start a new run"
+        resume = {"resume_from_checkpoint": old / "checkpoints/step_00000003", "weight_average": new}
+        assert_user_error(sentence, train, tmp_path / "resumed", **resume)
