@@ -84,8 +84,6 @@ def test_the_verdict_has_the_numbers_of_budget_and_need(monkeypatch):
             "family would be ignored, because the model is of the fam",
         ),
         ({"budget": "100flops"}, "budget is 100 FLOPs, less than one step of the smallest model"),
-        ({"budget": "1e18flops"}, r"more than 4 epochs help little, .* or use a budget of at most \S+flops"),
-        ({"depth": 20}, "too few for the depth: .* or use a smaller depth"),
         ({"budget": "1units", "plan": True, "plan_device": "a100-40gb"}, "the best model .* is smaller than 30M"),
     ],
 )
@@ -134,6 +132,36 @@ def test_less_text_gives_a_larger_model_with_fewer_tokens(store):
     assert little.parameters >= plenty.parameters
     assert 1 < little.epochs <= 4
     assert little.tokens > little.unique
+
+
+@pytest.mark.parametrize("arguments", ["--budget 1e18flops", "--depth 12", "--budget 5e12flops"])
+def test_a_small_text_limits_epochs_and_size(store, arguments):
+    """100,000 tokens: neither more epochs than are useful, nor a model far too large for them, unless its size is
+    given. The loss is then not known."""
+    option = choice(store, arguments, 100_000).option
+    assert 4 < option.epochs <= scaling.MOST_EPOCHS
+    assert option.most_tokens == scaling.MOST_EPOCHS * 100_000
+    assert option.parameters <= scaling.MOST_PARAMETERS * 100_000 or "depth" in arguments
+    assert option.loss is None
+    assert choice(store, f"{arguments} --num_train_epochs 40", 100_000).option.epochs > scaling.MOST_EPOCHS
+
+
+def test_the_default_length_is_for_the_default_text(store):
+    """1,200 steps of 4,096 tokens would repeat 100,000 tokens 49 times."""
+    data, steps = ["--data", str(store.folder)], int(scaling.MOST_EPOCHS * 100_000 / 4096)
+    copy = TokenStore(store.folder)
+    copy.metadata = replace(copy.metadata, train=replace(copy.metadata.train, tokens=100_000))
+    for arguments, expectation in (
+        (data, steps),
+        ([*data, "--max_steps", "700"], 700),
+        ([*data, "--config", "presets/quickstart.yaml"], 1200),
+        ([], 1200),
+    ):
+        config, sizing = resolve(read_config(arguments), CPU, Setup("bf16", True, "sdpa", ()), [copy, copy])
+        assert (config.length.max_steps, sizing) == (expectation, None)
+        assert config.evaluation.eval_steps == config.checkpoint.save_steps <= max(240, expectation)
+    optim = resolve(read_config(data), CPU, Setup("bf16", True, "sdpa", ()), [copy, copy])[0].optim
+    assert (optim.weight_decay, optim.weight_average) == (scaling.LARGEST_DECAY, steps // 10)
 
 
 def test_given_settings_are_kept(store, tmp_path):
@@ -215,7 +243,7 @@ def test_a_run_with_a_budget_fixes_its_length_once(launch, store, tmp_path, laun
 
 def pacer(time_estimate: int, time_to_end: float) -> Pacer:
     run = SimpleNamespace(plan=SimpleNamespace(max_steps=time_estimate, tokens_per_step=1000))
-    sizing = SimpleNamespace(deadline=time.monotonic() + time_to_end)
+    sizing = SimpleNamespace(deadline=time.monotonic() + time_to_end, option=SimpleNamespace(most_tokens=5_000_000))
     return Pacer(run, None, SimpleNamespace(sizing=sizing, seconds=lambda speed, tokens: 10.0))
 
 
@@ -224,6 +252,7 @@ def test_the_length_follows_from_the_measured_speed():
     log = SimpleNamespace(paces=[(10, 5.0), (10, 5.0)])
     assert pacer(100, 1000.0)._corrected(20, log) == pytest.approx(20 + 990 / 0.6, abs=1)
     assert pacer(100, -5.0)._corrected(20, log) == 21
+    assert pacer(100, 1e6)._corrected(20, log) == 5000  # of 1,000 tokens: more are not useful with the text
     assert pacer(100, 1000.0)._corrected(1, SimpleNamespace(paces=[])) == 100
 
 

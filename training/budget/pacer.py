@@ -50,7 +50,7 @@ class Pacer:
         on_main(self.run.accelerator, lambda: self._write(step))
 
     def _corrected(self, step: int, log: RunLog) -> int:
-        """Return the number of steps that fit into the time left."""
+        """Return the number of steps that fit into the time left, and that are useful with the text."""
         plan = self.run.plan
         if not log.paces:
             return plan.max_steps
@@ -58,7 +58,8 @@ class Pacer:
         speed = Throughput(plan.tokens_per_step * steps / seconds, "")
         validations = self.forecast.seconds(speed, tokens=0) / plan.max_steps  # seconds of each step
         room = (1 - SPARE) * (self.deadline - time.monotonic())
-        return step + max(1, int(room / (seconds / steps + validations)))
+        most = self.forecast.sizing.option.most_tokens // plan.tokens_per_step
+        return max(step + 1, min(most, step + int(room / (seconds / steps + validations))))
 
     def _write(self, step: int) -> None:
         write_atomic(self.run.folder.config, self.config_yaml())

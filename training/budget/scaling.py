@@ -33,9 +33,17 @@ SMALL_RATIOS = {"gpt2": (2e6, 10.0), "modern": (2e6, 5.0)}
 # (k, g) of bits per byte = k C^-g for the best size at C FLOPs, fitted to runs on the text of the quickstart, and the
 # range of C.
 MEASURED, MEASURED_FLOPS = {"gpt2": (18.42, 0.0812), "modern": (67.35, 0.1283)}, (5e12, 6e13)
-MOST_EPOCHS = 4  # up to which repeated tokens are worth nearly as much as new ones (Muennighoff et al. 2023, section 6)
+# Measured here for texts of 0.07 to 0.5 million tokens (docs/small_data.md): epochs, after which the loss on new text
+# rises; the largest model, in parameters in matrix products per token of the text.
+MOST_EPOCHS, MOST_PARAMETERS = 8, 10
+EPOCHS_AS_NEW = (
+    4  # up to which repeated tokens are worth nearly as much as new ones (Muennighoff et al. 2023, section 6)
+)
 EXPONENT = 0.353  # of N and D in the loss (same source, equation 12)
-REPEATS, EXCESS = 15.4, 5.3  # decay of the value of repeated tokens, and of parameters beyond the best number for U
+# Decay of the value of repeated tokens, and of parameters beyond the best number for U: published, and measured here for
+# texts of at most SMALL_TEXT tokens.
+REPEATS, EXCESS = 15.4, 5.3
+SMALL_TEXT, SMALL_REPEATS, SMALL_EXCESS = 1e7, 8, 50
 LARGEST_DECAY = 0.5  # runs of few steps would have more; nothing above was tried
 TIMESCALES = {"muon": 0.308, "adamw": 0.583}  # B / (rate decay D) of the records that `weight_decay` names
 SMALLEST_BATCH, FEW_TOKENS = 4096, 4e6  # measured here: the best batch of runs with few tokens (docs/log.md)
@@ -73,8 +81,9 @@ def deficit(parameters: float, tokens: float, unique: float, ratio: float) -> fl
 
     N' and D' are the effective N and D for the text. Without repetition, constant N D is best at D = ratio N.
     """
-    size = effective(parameters, unique / ratio, EXCESS)
-    return (ratio * size) ** -EXPONENT + effective(tokens, unique) ** -EXPONENT
+    repeats, excess = (REPEATS, EXCESS) if unique > SMALL_TEXT else (SMALL_REPEATS, SMALL_EXCESS)
+    size = effective(parameters, unique / ratio, excess)
+    return (ratio * size) ** -EXPONENT + effective(tokens, unique, repeats) ** -EXPONENT
 
 
 def best_batch(tokens: float) -> int:
@@ -103,6 +112,11 @@ def weight_decay(optimizer: str, rate: float, batch: float, tokens: float) -> fl
             "or leave out --budget and --depth."
         )
     return min(LARGEST_DECAY, batch / (TIMESCALES[optimizer] * rate * tokens))
+
+
+def average_horizon(steps: int, epochs: float) -> int | None:
+    """Return the steps over which the weights are averaged, a tenth of a run that repeats its text, or None."""
+    return max(2, steps // 10) if epochs > 1 and steps > 1 else None
 
 
 def expected_loss(family: str, parameters: float, tokens: float) -> tuple[float, float] | None:

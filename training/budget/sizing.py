@@ -45,11 +45,10 @@ DEEPEST = 100  # layers
 VALIDATIONS = 5
 SCORED_TOKENS = 32_768  # of a validation before the last
 COMPILED_SPEED = 1.4  # relative to steps without compilation, measured on two cores for 2 and 3 layers
-# Seconds until the first step is done, and to compile the validation, by whether steps are compiled: on two cores.
-STARTUP = {False: 3.0, True: 42.0}
+# Seconds until the first step is done, by whether steps are compiled: on two cores.
+STARTUP = {False: 3.0, True: 28.0}
 GUESSES = {"cpu": 3e11, "cuda": 5e13}  # FLOP/s of a device, only to choose the model that is measured; others: 3e12
 PROBE_SECONDS = 1.0
-TOLERANCE = 1.1  # of `scaling.deficit`: a budget may be too small for another layer and slightly too large without it
 BYTES_PER_PARAMETER = 18  # at most: weights, gradients and two moments in fp32, and weights in half precision
 FACTORS = {"half": 0.5, "this": 1.0, "twice": 2.0}  # of the budget, for the table of alternatives
 
@@ -61,6 +60,7 @@ class Option:
     settings: dict[str, Any]  # by flag name: choices, and the values of flags of the same kind
     model: GPT2ScratchConfig
     tokens: float
+    most_tokens: int  # given, or useful with this text
     unique: int  # tokens of the text
     family: str
     seconds: float | None  # estimated for the whole run
@@ -99,8 +99,10 @@ class Option:
 
     @property
     def loss(self) -> tuple[float, float] | None:
-        """Lowest and highest expected loss: published, in nats per token, or measured here, in bits per byte."""
-        return self.published_loss or scaling.measured_bits_per_byte(self.family, self.flops)
+        """Lowest and highest expected loss: published, in nats per token, or measured here, in bits per byte. Both laws
+        are for text that is hardly repeated."""
+        law = self.published_loss or scaling.measured_bits_per_byte(self.family, self.flops)
+        return law if self.epochs <= scaling.EPOCHS_AS_NEW else None
 
 
 @dataclass(frozen=True)
@@ -119,15 +121,14 @@ class Sizing:
 def resolve(
     config: TrainConfig, accelerator: Accelerator, setup: Setup, stores: list[TokenStore] | None = None
 ) -> tuple[TrainConfig, Sizing | None]:
-    """Return the configuration with the settings that were not given, and how they were chosen, or None if nothing is
-    left to choose. Raise a `UserError` if the budget is too small, too large for the text, or in a unit without a known
-    price.
+    """Return the configuration with the settings that were not given, and how a budget or depth chose them, or None.
+    Raise a `UserError` if the budget is too small, or in a unit without a known price.
 
     `stores`: the token store, and the one to measure speed with; by default both are the store of the configuration,
     which is created. Called by every process.
     """
     if not config.budget.chooses:
-        return config, None
+        return _shortened(config, accelerator, stores), None
     (earlier, events), values = on_main(accelerator, lambda: _earlier(config)), {}
     repeats = config.budget.budget is not None and earlier.get("budget") == config.budget.budget
     if repeats:
@@ -144,6 +145,25 @@ def resolve(
     usage = on_main(accelerator, lambda: seconds_spent(events if continues else []) - tokenization)
     sizing = Sizer(config, *stores, accelerator, setup).choose(usage, tokenization)
     return config.with_settings(sizing.option.settings), sizing
+
+
+def _shortened(config: TrainConfig, accelerator: Accelerator, stores: list[TokenStore] | None) -> TrainConfig:
+    """Return the configuration with fewer steps, if those of the default file are for its own text, and `data` is so
+    small that it would be repeated too often."""
+    if config.sources.get("max_steps") != "quickstart" or "data" not in config.flags:
+        return config
+    store, batch = (
+        stores[0] if stores else open_store(config.recipe, printer(accelerator)),
+        config.batch.tokens_per_step,
+    )
+    steps = max(1, int(scaling.MOST_EPOCHS * store.metadata.train.tokens / batch))
+    if steps >= config.length.max_steps:
+        return config
+    optim, every = config.optim, math.ceil(steps / VALIDATIONS)
+    decay = scaling.weight_decay(optim.optimizer, optim.learning_rate, batch, steps * batch)
+    settings = {"max_steps": steps, "weight_decay": float(f"{decay:.3g}"), "eval_steps": every, "save_steps": every}
+    settings |= {"logging_steps": max(1, steps // 30), "weight_average": scaling.average_horizon(steps, scaling.MOST_EPOCHS)}
+    return config.with_settings({name: value for name, value in settings.items() if name not in config.given})
 
 
 class Sizer:
@@ -181,7 +201,6 @@ class Sizer:
         option = self._best(1.0)
         if option is None:
             raise UserError(self._too_small())
-        self._check_text(option)
         rows = {name: self._best(factor) for name, factor in FACTORS.items()} if amount else {"this": option}
         rows = {name: row for name, row in rows.items() if row is not None}
         if price is not None:
@@ -206,15 +225,20 @@ class Sizer:
             )
 
     def _options(self, factor: float) -> list[Option]:
-        """Return the options for `factor` times the budget that have a step and fit into memory."""
-        depths = takewhile(lambda depth: self._bytes(self._model(depth)) <= self.memory, self.depths)
+        """Return the options for `factor` times the budget that have a step, fit into memory, and are not too large for
+        the text."""
+        largest = max(scaling.MOST_PARAMETERS * self.unique, size_of(self._model(self.depths[0])).products)
+
+        def is_possible(depth: int) -> bool:
+            model = self._model(depth)
+            return self._bytes(model) <= self.memory and size_of(model).products <= largest
+
+        depths = takewhile(is_possible, self.depths)
         return [option for depth in depths if (option := self._option(depth, factor)) is not None]
 
     def _best(self, factor: float) -> Option | None:
-        """Return the option of the lowest loss for `factor` times the budget, if possible with few epochs, or None."""
-        options = self._options(factor)
-        candidates = [option for option in options if option.epochs <= scaling.MOST_EPOCHS]
-        return min(candidates or options, key=lambda option: option.deficit, default=None)
+        """Return the option of the lowest loss for `factor` times the budget, or None."""
+        return min(self._options(factor), key=lambda option: option.deficit, default=None)
 
     def _option(self, depth: int, factor: float) -> Option | None:
         model, amount = self._model(depth), self.config.budget.amount
@@ -227,9 +251,10 @@ class Sizer:
         else:
             parameters = size_of(model).products
             longest = tokens = self._length(0) or scaling.best_ratio(self.family, parameters) * parameters
-        batch = self._batch(model, max(1, min(tokens, self._length(0) or tokens)))
+        most = scaling.MOST_EPOCHS * self.unique
+        batch = self._batch(model, max(1, min(tokens, self._length(0) or most)))
         limit = self._length(batch)
-        steps, most_steps = (int(min(number, limit or number) / batch) for number in (tokens, longest))
+        steps, most_steps = (int(min(number, limit or most) / batch) for number in (tokens, longest))
         if steps < 1:
             return None
         settings = self._settings(depth, batch, steps, math.ceil(most_steps / VALIDATIONS)) | {"max_steps": steps}
@@ -238,7 +263,7 @@ class Sizer:
         if self.left is not None:
             seconds = self._seconds(model, steps * batch, math.ceil(steps / settings["eval_steps"]))
             settings["max_train_tokens"] = limit and int(limit)  # for a resumed run, while its length is an estimate
-        return Option(settings, model, steps * batch, self.unique, self.family, seconds)
+        return Option(settings, model, steps * batch, int(limit or most), self.unique, self.family, seconds)
 
     def _batch(self, model: GPT2ScratchConfig, tokens: float) -> int:
         """Return the tokens per step of a run that trains on `tokens`."""
@@ -274,6 +299,7 @@ class Sizer:
             "max_eval_samples": max(1, SCORED_TOKENS // model.n_positions),
             "logging_steps": max(1, min(50, steps // 50)),
             "lr_scheduler_type": "warmup_stable_decay",
+            "weight_average": scaling.average_horizon(steps, steps * batch / self.unique),
         }
         if (self.architecture | self.given).get("optimizer", "adamw") == "adamw":
             settings |= {"learning_rate": scaling.adam_rate(model.n_embd), "min_learning_rate": 0.0}
@@ -320,7 +346,7 @@ class Sizer:
             )
         printer(self.accelerator)("Measuring the speed of this device in a few steps ...")
         depth, tokens = (self.depths[0], 1) if option is None else (option.model.n_layer, option.tokens)
-        settings = self._settings(depth, self._batch(self._model(depth), tokens), 1000, 1000)
+        settings = self._settings(depth, self._batch(self._model(depth), tokens), 1000, 1000) | {"weight_average": None}
         config, eager = self.config.with_settings(settings), replace(self.setup, torch_compile=False)
         plan = make_plan(config, self.sample, self.sample.load_tokenizer(), self.accelerator, eager)
         speed = measure_speed(config, plan, eager, self.accelerator, self.sample, steps=2, seconds=PROBE_SECONDS)
@@ -341,28 +367,6 @@ class Sizer:
             f"budget is {self.config.budget.amount}, of which {max(0.0, self.left):.0f} s are left after startup, but "
             f"the first step of the smallest model, {VALIDATIONS} validations and checkpoints take about "
             f"{self._seconds(model, batch):.0f} s; use a larger one."
-        )
-
-    def _check_text(self, option: Option) -> None:
-        """Raise a `UserError` if a smaller budget, with at most `MOST_EPOCHS` epochs, would give a lower loss."""
-        if self.given.keys() & LENGTHS:
-            return
-        largest = self.unique * scaling.MOST_EPOCHS  # tokens
-        best = min(
-            (replace(one, tokens=min(one.tokens, largest)) for one in self._options(1.0)), key=lambda one: one.deficit
-        )
-        if option.epochs <= scaling.MOST_EPOCHS and option.deficit < TOLERANCE * best.deficit:
-            return
-        amount, remedy = self.config.budget.amount, "a smaller depth"
-        if amount is not None:
-            number = best.tokens * flops_per_token(best.model)
-            if self.left is not None:
-                number = amount.number * self._seconds(best.model, best.tokens) / self.left
-            remedy = f"a budget of at most {number:.2g}{amount.unit}"
-        raise UserError(
-            f"The text has {self.unique:,} tokens, too few for the {'depth' if amount is None else 'budget'}: more "
-            f"than {scaling.MOST_EPOCHS} epochs help little, and a model with {best.parameters / 1e6:,.1f}M parameters "
-            f"in matrix products needs no more than {best.tokens:,.0f} tokens; add text, or use {remedy}."
         )
 
 

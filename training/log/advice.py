@@ -161,7 +161,7 @@ class Advisor:
                 hint = "No checkpoint was saved then: set save_steps to eval_steps"
             text = (
                 f"The validation loss is rising, from {best:.4f} at step {step:,} to {newest:.4f}: the model "
-                f"overfits. {hint}; use more text, a smaller model, or dropout (resid_pdrop, attn_pdrop, embd_pdrop)."
+                f"overfits. {hint}; use more text, or fewer epochs (docs/small_data.md)."
             )
             yield Advice("overfitting", text)
 
