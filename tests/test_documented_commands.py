@@ -97,9 +97,9 @@ INSTEAD = {
     },
     "tests/test_sizing.py": {
         f"{TRAIN} --budget 5m": "takes five minutes",
-        f"{TRAIN} --data my.txt --budget 2h --output_dir runs/my-2h": "the text here is too small",
-        f"{TRAIN} --data data/my --budget 120units --plan --plan_device a100-40gb": "the text here is too small",
-        f"{TRAIN} --data data/my --depth 12 --plan": "the text here is too small",
+        f"{TRAIN} --data my.txt --budget 2h --output_dir runs/my-2h": "takes a minute",
+        f"{TRAIN} --data data/my --budget 120units --plan --plan_device a100-40gb": "no speed is known for a model of this text",
+        f"{TRAIN} --data data/my --depth 12 --plan": "measures a large model",
     },
     "tests/test_finetuning.py": {
         "python -m examples.finetune_chat runs/x --data chats.jsonl": "needs TRL",
