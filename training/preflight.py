@@ -188,7 +188,8 @@ def make_plan(
 def _is_short(config: TrainConfig, plan: Plan) -> bool:
     """Return whether the steps should not be compiled, because they are few and nothing else decides."""
     is_free = is_automatic(config.device.torch_compile) and config.device.torch_compile_mode is None
-    flops = plan.max_steps * plan.tokens_per_step * flops_per_token(plan.model)  # of a resumed run, too: all its steps
+    tokens = plan.max_steps * plan.tokens_per_step  # of a resumed run, too: all of its steps
+    flops = tokens * flops_per_token(plan.model) / plan.batches.processes
     return is_free and config.budget.budget is None and not pays_off(flops, SHORT_RUN)
 
 

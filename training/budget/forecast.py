@@ -74,7 +74,8 @@ class Forecast:
     @property
     def compiles_validation(self) -> bool:
         """Whether validations are compiled, as a graph of their own."""
-        flops = self.validation_tokens * SCORING * flops_per_token(self.plan.model)
+        tokens = self.validation_tokens / self.plan.batches.processes
+        flops = tokens * SCORING * flops_per_token(self.plan.model)
         return self.setup.torch_compile and pays_off(flops, SHORT_VALIDATION)
 
     @property

@@ -162,7 +162,10 @@ def _shortened(config: TrainConfig, accelerator: Accelerator, stores: list[Token
     optim, every = config.optim, math.ceil(steps / VALIDATIONS)
     decay = scaling.weight_decay(optim.optimizer, optim.learning_rate, batch, steps * batch)
     settings = {"max_steps": steps, "weight_decay": float(f"{decay:.3g}"), "eval_steps": every, "save_steps": every}
-    settings |= {"logging_steps": max(1, steps // 30), "weight_average": scaling.average_horizon(steps, scaling.MOST_EPOCHS)}
+    settings |= {
+        "logging_steps": max(1, steps // 30),
+        "weight_average": scaling.average_horizon(steps, scaling.MOST_EPOCHS),
+    }
     return config.with_settings({name: value for name, value in settings.items() if name not in config.given})
 
 
