@@ -84,6 +84,10 @@ def test_the_verdict_has_the_numbers_of_budget_and_need(monkeypatch):
             "family would be ignored, because the model is of the fam",
         ),
         ({"budget": "100flops"}, "budget is 100 FLOPs, less than one step of the smallest model"),
+        (
+            {"depth": 2, "tokens_per_step": 2**20},
+            r"has [\d,]+ tokens, which 8 times are less than one step of 1,048,576",
+        ),
         ({"budget": "1units", "plan": True, "plan_device": "a100-40gb"}, "the best model .* is smaller than 30M"),
     ],
 )
@@ -143,7 +147,12 @@ def test_a_small_text_limits_epochs_and_size(store, arguments):
     assert option.most_tokens == scaling.MOST_EPOCHS * 100_000
     assert option.parameters <= scaling.MOST_PARAMETERS * 100_000 or "depth" in arguments
     assert option.loss is None
-    assert choice(store, f"{arguments} --num_train_epochs 40", 100_000).option.epochs > scaling.MOST_EPOCHS
+    assert option.is_limited_by_text
+    longer = choice(store, f"{arguments} --num_train_epochs 40", 100_000).option
+    assert longer.epochs > scaling.MOST_EPOCHS
+    assert not longer.is_limited_by_text
+    preset = choice(store, "--config presets/gpt2.yaml --budget 1e20flops", 1e7).option  # its length is a limit, too
+    assert preset.epochs <= scaling.MOST_EPOCHS
 
 
 def test_the_default_length_is_for_the_default_text(store):
@@ -160,6 +169,10 @@ def test_the_default_length_is_for_the_default_text(store):
         config, sizing = resolve(read_config(arguments), CPU, Setup("bf16", True, "sdpa", ()), [copy, copy])
         assert (config.length.max_steps, sizing) == (expectation, None)
         assert config.evaluation.eval_steps == config.checkpoint.save_steps <= max(240, expectation)
+    copy.metadata = replace(copy.metadata, train=replace(copy.metadata.train, tokens=1_000_000))
+    config, _ = resolve(read_config(data), CPU, Setup("bf16", True, "sdpa", ()), [copy, copy])
+    assert (config.length.max_steps, config.optim.weight_average) == (1200, 120)
+    copy.metadata = replace(copy.metadata, train=replace(copy.metadata.train, tokens=100_000))
     optim = resolve(read_config(data), CPU, Setup("bf16", True, "sdpa", ()), [copy, copy])[0].optim
     assert (optim.weight_decay, optim.weight_average) == (scaling.LARGEST_DECAY, steps // 10)
 

@@ -178,7 +178,8 @@ def make_plan(
     if horizon is not None and horizon > steps:
         raise UserError(f"weight_average is {horizon:,}, more than the {counted(steps, 'step')} of the run; use fewer.")
     plan = Plan(model, batches, order, steps, placement, memory, available, position)
-    if setup.torch_compile and not on_gpu and _is_short(config, plan):
+    # One process decides, because their numbers of threads may differ.
+    if setup.torch_compile and not on_gpu and on_main(accelerator, lambda: _is_short(config, plan)):
         note = "torch.compile is off: for so few steps, compiling would take longer than it saves."
         eager = replace(setup, torch_compile=False, notes=(*setup.notes, note))
         return make_plan(config, store, tokenizer, accelerator, eager, position)

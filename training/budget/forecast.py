@@ -62,9 +62,11 @@ class Forecast:
 
     @property
     def validation_tokens(self) -> int:
-        """Number of tokens that all validations score. The last one scores the whole split."""
+        """Number of tokens that all validations score. The last one scores the whole split. With an average of the
+        weights, the weights are scored, too."""
         limit, split = self.config.evaluation.max_eval_samples, self.store.metadata.val.tokens
-        return (self.validations - 1) * min(split, (limit or split) * self.plan.batches.context) + split
+        sample = min(split, (limit or split) * self.plan.batches.context)
+        return (self.validations - 1) * sample + split + self.plan.memory.has_average * self.validations * sample
 
     @property
     def validations(self) -> int:
@@ -195,6 +197,7 @@ def describe_forecast(
     parent = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     family = "modern" if config.optim.optimizer == "muon" else "gpt2"
     products = size_of(plan.model).products
+    of_checkpoint = 4 * N * (1 + plan.memory.has_average) + plan.memory.moments  # bytes
     facts = {
         "model": plan.model,
         "N": products,
@@ -211,7 +214,7 @@ def describe_forecast(
         "scaling": scaling,
         "chosen": dump_config(config, only_changed=True),
         "checkpoints": checkpoints,
-        "disk": (checkpoints + 1) * (4 * N + plan.memory.moments) + 4 * N,  # one more during a save, and model/
+        "disk": (checkpoints + 1) * of_checkpoint + 4 * N,  # one more during a save, and model/
         "free": shutil.disk_usage(parent).free,
         "rates": describe_rates(config.optim, plan.tokens_per_step),
         "advice": advice(forecast),

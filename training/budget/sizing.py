@@ -49,7 +49,7 @@ COMPILED_SPEED = 1.4  # relative to steps without compilation, measured on two c
 STARTUP = {False: 3.0, True: 28.0}
 GUESSES = {"cpu": 3e11, "cuda": 5e13}  # FLOP/s of a device, only to choose the model that is measured; others: 3e12
 PROBE_SECONDS = 1.0
-BYTES_PER_PARAMETER = 18  # at most: weights, gradients and two moments in fp32, and weights in half precision
+BYTES_PER_PARAMETER = 22  # at most: weights, their average, gradients and two moments in fp32, and weights in half
 FACTORS = {"half": 0.5, "this": 1.0, "twice": 2.0}  # of the budget, for the table of alternatives
 
 
@@ -60,7 +60,7 @@ class Option:
     settings: dict[str, Any]  # by flag name: choices, and the values of flags of the same kind
     model: GPT2ScratchConfig
     tokens: float
-    most_tokens: int  # given, or useful with this text
+    most_tokens: float  # given, or useful with this text
     unique: int  # tokens of the text
     family: str
     seconds: float | None  # estimated for the whole run
@@ -73,6 +73,10 @@ class Option:
     @property
     def epochs(self) -> float:
         return self.tokens / self.unique
+
+    @property
+    def is_limited_by_text(self) -> bool:
+        return self.most_tokens == scaling.MOST_EPOCHS * self.unique < self.tokens + self.settings["tokens_per_step"]
 
     @property
     def flops(self) -> float:
@@ -138,34 +142,34 @@ def resolve(
         return config.with_settings(dict.fromkeys(LENGTHS - {"max_steps"})), None
     if config.is_resolved:
         return config, None
+    continues = repeats or config.run.resume_from_checkpoint is not None
+    if continues and "weight_average" not in config.given:  # the moments of another choice would not fit
+        config = config.with_settings({"weight_average": earlier.get("weight_average")}, "file")
     start = time.monotonic()
     stores = stores or 2 * [open_store(config.recipe, printer(accelerator))]
     tokenization = time.monotonic() - start
-    continues = repeats or config.run.resume_from_checkpoint is not None
     usage = on_main(accelerator, lambda: seconds_spent(events if continues else []) - tokenization)
     sizing = Sizer(config, *stores, accelerator, setup).choose(usage, tokenization)
     return config.with_settings(sizing.option.settings), sizing
 
 
 def _shortened(config: TrainConfig, accelerator: Accelerator, stores: list[TokenStore] | None) -> TrainConfig:
-    """Return the configuration with fewer steps, if those of the default file are for its own text, and `data` is so
-    small that it would be repeated too often."""
+    """Return the configuration with an average of the weights if `data` is repeated, and with fewer steps if the default
+    file's, for its own text, would repeat it too often."""
     if config.sources.get("max_steps") != "quickstart" or "data" not in config.flags:
         return config
     store, batch = (
         stores[0] if stores else open_store(config.recipe, printer(accelerator)),
         config.batch.tokens_per_step,
     )
-    steps = max(1, int(scaling.MOST_EPOCHS * store.metadata.train.tokens / batch))
-    if steps >= config.length.max_steps:
-        return config
-    optim, every = config.optim, math.ceil(steps / VALIDATIONS)
-    decay = scaling.weight_decay(optim.optimizer, optim.learning_rate, batch, steps * batch)
-    settings = {"max_steps": steps, "weight_decay": float(f"{decay:.3g}"), "eval_steps": every, "save_steps": every}
-    settings |= {
-        "logging_steps": max(1, steps // 30),
-        "weight_average": scaling.average_horizon(steps, scaling.MOST_EPOCHS),
-    }
+    unique, longest, optim = store.metadata.train.tokens, config.length.max_steps, config.optim
+    steps = min(longest, max(1, int(scaling.MOST_EPOCHS * unique / batch)))
+    settings = {"weight_average": scaling.average_horizon(steps, steps * batch / unique)}
+    if steps < longest:
+        decay = scaling.weight_decay(optim.optimizer, optim.learning_rate, batch, steps * batch)
+        settings |= {"max_steps": steps, "weight_decay": float(f"{decay:.3g}"), "logging_steps": max(1, steps // 30)}
+        settings |= dict.fromkeys(("eval_steps", "save_steps"), math.ceil(steps / VALIDATIONS))
+        settings["warmup_steps"] = min(optim.warmup_steps, round(0.05 * steps))
     return config.with_settings({name: value for name, value in settings.items() if name not in config.given})
 
 
@@ -254,10 +258,11 @@ class Sizer:
         else:
             parameters = size_of(model).products
             longest = tokens = self._length(0) or scaling.best_ratio(self.family, parameters) * parameters
-        most = scaling.MOST_EPOCHS * self.unique
+        most = math.inf if LENGTHS & self.config.flags else scaling.MOST_EPOCHS * self.unique
         batch = self._batch(model, max(1, min(tokens, self._length(0) or most)))
         limit = self._length(batch)
-        steps, most_steps = (int(min(number, limit or most) / batch) for number in (tokens, longest))
+        most = min(most, limit or math.inf)
+        steps, most_steps = (int(min(number, most) / batch) for number in (tokens, longest))
         if steps < 1:
             return None
         settings = self._settings(depth, batch, steps, math.ceil(most_steps / VALIDATIONS)) | {"max_steps": steps}
@@ -266,7 +271,7 @@ class Sizer:
         if self.left is not None:
             seconds = self._seconds(model, steps * batch, math.ceil(steps / settings["eval_steps"]))
             settings["max_train_tokens"] = limit and int(limit)  # for a resumed run, while its length is an estimate
-        return Option(settings, model, steps * batch, int(limit or most), self.unique, self.family, seconds)
+        return Option(settings, model, steps * batch, most, self.unique, self.family, seconds)
 
     def _batch(self, model: GPT2ScratchConfig, tokens: float) -> int:
         """Return the tokens per step of a run that trains on `tokens`."""
@@ -322,7 +327,10 @@ class Sizer:
     def _seconds(self, model: GPT2ScratchConfig, tokens: float, validations: int = VALIDATIONS) -> float:
         """Return the estimated seconds of a run that trains on `tokens`."""
         split = self.store.metadata.val.tokens
-        validation_tokens = split + (validations - 1) * min(SCORED_TOKENS, split)  # the last is of all tokens
+        sample = min(SCORED_TOKENS, split)
+        validation_tokens = split + (validations - 1) * sample  # the last is of all tokens
+        if tokens > self.unique:  # with an average of the weights, the weights are scored, too
+            validation_tokens += validations * sample
         return self._speed(model).seconds(tokens, validations, validation_tokens)
 
     def _speed(self, model: GPT2ScratchConfig) -> Throughput:
@@ -364,6 +372,11 @@ class Sizer:
         if (length := self._length(batch)) is not None and length < batch:
             lengths = " and ".join(f"{name} is {self.given[name]}" for name in LENGTHS if self.given.get(name))
             return f"{lengths}, less than one step of {batch:,} tokens; use more, or a smaller --tokens_per_step."
+        if length is None and scaling.MOST_EPOCHS * self.unique < batch:
+            return (
+                f"The text has {self.unique:,} tokens, which {scaling.MOST_EPOCHS} times are less than one step of "
+                f"{batch:,} tokens; use more text, or a smaller --tokens_per_step."
+            )
         if self.left is None:
             return f"budget is {self.config.budget.amount}, less than one step of the smallest model; use a larger one."
         return (

@@ -156,7 +156,7 @@ class Saver(AbstractContextManager):
         except (RuntimeError, MemoryError) as error:
             raise UserError(
                 "The machine has too little memory (not GPU memory) for the copy of weights and moments that is saved, "
-                "12 bytes per parameter; free some, or use a machine with more."
+                "12 bytes per parameter, 16 with weight_average; free some, or use a machine with more."
             ) from error
         buffer, start = block.zero_().numpy(), 0
         # Not views of one storage: save_pretrained would treat them as tied, and copy.

@@ -24,7 +24,7 @@ class Validation:
         """Score `max_samples` windows before the last step, or all if None, and all windows after the last step.
         `compiles`: whether a compiled loss is also compiled for validations."""
         self.run, self.train_step, self.max_samples = run, train_step, max_samples
-        self.stance = "default" if compiles else "force_eager"
+        self.stance = "default" if compiles or not run.setup.torch_compile else "force_eager"
         if run.accelerator.is_main_process:
             parameters, data = train_step.model.num_parameters(), run.data.store.metadata
             watts_of_device = watts(device_name(run.accelerator.device))
