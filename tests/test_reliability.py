@@ -45,6 +45,7 @@ from training.checkpoints.checkpoint import _seal, complete_checkpoints, damage
 from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.saver import refuse_full_disk
 from training.guard.lock import RunLock
+from training.runtime.device import DeviceArguments, decide
 
 DROPOUT = {"resid_pdrop": 0.1, "attn_pdrop": 0.1}
 LONG = {**TINY, **DROPOUT, "max_steps": 150, "save_steps": 1, "save_total_limit": 1, "eval_steps": 40}
@@ -95,8 +96,10 @@ def test_a_run_killed_at_random_moments_loses_nothing(train, start, tmp_path):
 
 
 def test_a_killed_run_ends_with_the_same_weights_at_default_settings(start, tmp_path):
-    """Compiled if there is a C++ compiler, in the device's precision, on two threads; the sizes work for both."""
-    settings = {"torch_compile": None, "mixed_precision": None, "n_layer": 1, "n_embd": 96, "n_positions": 64}
+    """As a long run: compiled if there is a C++ compiler, in the device's precision, on two threads; the sizes work for
+    both."""
+    compiles = decide(DeviceArguments(), 64).torch_compile
+    settings = {"torch_compile": compiles, "mixed_precision": None, "n_layer": 1, "n_embd": 96, "n_positions": 64}
     settings |= {**DROPOUT, "tokens_per_step": 1024, "max_steps": 24, "save_steps": 4, "eval_steps": 12, "threads": "2"}
     straight, killed_run = tmp_path / "straight", tmp_path / "killed"
     output, errors = start(straight, **settings).communicate(timeout=1200)

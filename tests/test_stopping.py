@@ -258,6 +258,7 @@ def test_a_signal_while_compiling_ends_the_run_at_once(spawn, store, tmp_path, n
     settings = TINY | {"torch_compile": "true", "data": store.folder, "output_dir": tmp_path / "run"}
     one = spawn("train_accelerate.py", *flags(**settings), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
     process = psutil.Process(one.pid)
+    wait_until((tmp_path / "run" / "samples.md").is_file)  # the run has begun
     wait_until(lambda: any("cc1plus" in child.name() for child in process.children(recursive=True)))
     children = process.children(recursive=True)
     os.killpg(one.pid, number)

@@ -150,7 +150,7 @@ def test_killed_worker_is_reported_in_one_sentence(planned):
     with closing(Workers(2)) as workers:
         workers.start(20)
         assert_user_error(sentence, workers.do, planned.work, list(range(20)), kill_one)
-    assert not multiprocessing.active_children()
+    wait_until(lambda: not multiprocessing.active_children())
 
 
 def test_ctrl_c_ends_all_processes_and_the_same_command_resumes(texts, expected, tmp_path):
