@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import reference as benchmark
 from conftest import metrics, trained
+from training.config import read_config
 from training.log import reference
 from training.log.reference import Reference
 
@@ -36,8 +37,21 @@ def test_a_run_of_the_same_settings_and_text_is_compared_and_others_are_not(fini
     assert expectation in out
     assert re.findall(r"(\w)\.jsonl is damaged \(.+\), so no run is compared with it\.\n", out) == list("abcde")
     assert f"Last validation loss: {expectation} (`presets/reference/`)." in (run / "report.md").read_text()
+    older = {name: value for name, value in head["compared"].items() if name != "weight_average"}  # which is newer
+    (folder / "tiny.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in (head | {"compared": older}, *curve))
+    )
+    assert reference.find_reference(reference.RunFolder(run)).name == "tiny"
     second = trained(store, tmp_path / "other", learning_rate=0.02)
     assert "the reference" not in capsys.readouterr().out + (second / "report.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["quickstart", "shakespeare_char_modern", "python_packages", "shakespeare_char"])
+def test_the_reference_of_a_preset_has_its_settings(name):
+    head = json.loads((reference.FOLDER / f"{name}.jsonl").read_text().splitlines()[0])["compared"]
+    values = read_config(["--config", f"presets/{name}.yaml", "--data", "presets"]).values
+    settings = {setting: str(values[setting]) for setting in reference.COMPARED}
+    assert settings == {setting: head.get(setting, "None") for setting in reference.COMPARED}
 
 
 def test_losses_between_validations_are_interpolated_and_silent_beyond_the_curve():

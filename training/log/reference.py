@@ -59,7 +59,7 @@ def find_reference(folder: RunFolder, say: Callable[[str], object] = lambda text
     for path in sorted(FOLDER.glob("*.jsonl")):
         try:
             head, *entries = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-            if head["compared"] == settings:
+            if dict.fromkeys(settings, "None") | head["compared"] == settings:  # without settings that are newer
                 points = [[entry["step"], comparable_loss(entry)] for entry in entries]
                 steps, losses = zip(*sorted(schema.build(points, list[tuple[int, float]])), strict=True)
                 return Reference(path.stem, list(steps), list(losses), int(settings["tokens_per_step"]))
