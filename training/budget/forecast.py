@@ -266,7 +266,7 @@ def advice(forecast: Forecast) -> Iterator[str]:
     if on_gpu and tokens < FEW_TOKENS and largest > batches.micro_batch:
         text = f"A micro-batch has {tokens:,} tokens, too few to fill a GPU; {largest:,} sequences would fit"
         yield f"{text}: raise tokens_per_step, or per_device_train_batch_size."
-    if (epochs := plan.epoch(plan.max_steps)) > scaling.MOST_EPOCHS:
+    if round(epochs := plan.epoch(plan.max_steps)) > scaling.MOST_EPOCHS:  # windows leave out a few tokens
         text = f"beyond about {scaling.MOST_EPOCHS}, the loss on new text rises: use fewer, or more text."
         yield f"The run trains for {epochs:.1f} epochs; {text}"
     if N >= FILLS_A_GPU and forecast.tokens < N * scaling.RATIOS["modern"] / 10:  # scaling laws exclude smaller models

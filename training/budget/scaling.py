@@ -36,9 +36,7 @@ MEASURED, MEASURED_FLOPS = {"gpt2": (18.42, 0.0812), "modern": (67.35, 0.1283)},
 # Measured here for texts of 0.07 to 0.5 million tokens (docs/small_data.md): epochs, after which the loss on new text
 # rises; the largest model, in parameters in matrix products per token of the text.
 MOST_EPOCHS, MOST_PARAMETERS = 8, 10
-EPOCHS_AS_NEW = (
-    4  # up to which repeated tokens are worth nearly as much as new ones (Muennighoff et al. 2023, section 6)
-)
+EPOCHS_AS_NEW = 4  # repeated tokens are worth nearly as much as new ones (Muennighoff et al. 2023, section 6)
 EXPONENT = 0.353  # of N and D in the loss (same source, equation 12)
 # Decay of the value of repeated tokens, and of parameters beyond the best number for U: published, and measured here for
 # texts of at most SMALL_TEXT tokens.

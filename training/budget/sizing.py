@@ -158,11 +158,9 @@ def _shortened(config: TrainConfig, accelerator: Accelerator, stores: list[Token
     file's, for its own text, would repeat it too often."""
     if config.sources.get("max_steps") != "quickstart" or "data" not in config.flags:
         return config
-    store, batch = (
-        stores[0] if stores else open_store(config.recipe, printer(accelerator)),
-        config.batch.tokens_per_step,
-    )
-    unique, longest, optim = store.metadata.train.tokens, config.length.max_steps, config.optim
+    store = stores[0] if stores else open_store(config.recipe, printer(accelerator))
+    unique, batch = store.metadata.train.tokens, config.batch.tokens_per_step
+    longest, optim = config.length.max_steps, config.optim
     steps = min(longest, max(1, int(scaling.MOST_EPOCHS * unique / batch)))
     settings = {"weight_average": scaling.average_horizon(steps, steps * batch / unique)}
     if steps < longest:

@@ -1,5 +1,4 @@
-"""Average of the weights over the last steps, an exponential moving average (Polyak and Juditsky 1992; Morales-Brotons et
-al. 2024)."""
+"""Exponential moving average of the weights (Polyak and Juditsky 1992, with a horizon)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
