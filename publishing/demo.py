@@ -60,7 +60,8 @@ class DemoArguments:
     space: str | None = setting(None, "Publish the page as this Space (user/name); the models must be on the Hub.")
     static: str | None = setting(
         None,
-        "Write a page whose models run in the browser to this folder; with --space, publish it. The models are local.",
+        "Write a page whose models run in the browser to this folder; with --space, publish it. Models on the Hub must "
+        "have ONNX files (push_to_hub.py --format onnx), and stay there.",
         nargs="?",
         const="runs/spaces/static",
     )
@@ -95,33 +96,35 @@ class DemoArguments:
 def main(arguments: list[str]) -> None:
     parser = FlagParser((DemoArguments,), __doc__.splitlines()[0], positional="models")
     (options,) = parser.parse(arguments, check=DemoArguments.check)
-    if options.static is not None:
-        publish_static(options)
-        return
-    if find_spec("gradio") is None:
+    if options.static is None and find_spec("gradio") is None:
         raise UserError("The demo needs the package gradio: run pip install -e '.[demo]'.")
-    if options.space is None:
-        show(options.models, options.port, options.share)
-    else:
+    if options.space or options.static:
         publish(options)
+    else:
+        show(options.models, options.port, options.share)
 
 
 def show(names: list[str], port: int | None, share: bool) -> None:
     """Serve the page until interrupted. Raise a `UserError` if a model cannot be loaded or the port is in use."""
     from publishing import demo_page  # imports gradio, an optional extra
 
-    groups, prompts, samples = zip(*map(find_models, names), strict=True)  # before a model is loaded
+    groups, examples, samples = find_all(names)  # before a model is loaded
     with model_errors():
         for first, *_ in groups:
             first.load()
-    examples = list(dict.fromkeys(chain(*prompts)))[:MAX_EXAMPLES] or [*EXAMPLES]
-    text = next(chain(*samples), examples[0])  # a prompt alone may be one token, which has no loss
+    text = [*samples, examples[0]][0]  # a prompt alone may be one token, which has no loss
     try:
         demo_page.serve(groups, "Language models", examples, text, server_port=port, share=share)
     except OSError as error:
         raise UserError(
             f"Port {port} is in use; set another with --port, or leave --port out to use the first free port."
         ) from error
+
+
+def find_all(names: list[str]) -> tuple[list[list[DemoModel]], list[str], list[str]]:
+    """Return for each name the model with its checkpoints or branches, and example prompts and samples of all."""
+    groups, prompts, samples = zip(*map(find_models, names), strict=True)
+    return [*groups], list(dict.fromkeys(chain(*prompts)))[:MAX_EXAMPLES] or [*EXAMPLES], [*chain(*samples)]
 
 
 def find_models(name: str) -> tuple[list[DemoModel], list[str], list[str]]:
@@ -149,35 +152,33 @@ def find_models(name: str) -> tuple[list[DemoModel], list[str], list[str]]:
 
 
 def publish(options: DemoArguments) -> None:
-    """Assemble the Space in runs/spaces/ and upload it, unless this is a dry run."""
-    space = Repository(options.space, "space", options.private, sdk="gradio")
-    if not options.dry_run:
+    """Write the files of a static page, or of a Space in runs/spaces/. Upload them to the Space, if one is given, unless
+    this is a dry run."""
+    is_static = options.static is not None
+    space = Repository(options.space or "", "space", options.private, sdk="static" if is_static else "gradio")
+    title = space.id.partition("/")[2] or "Language models"
+    folder = Path(options.static if is_static else f"runs/spaces/{title}")
+    if space.id and not options.dry_run:
         check_access(space)
-        check_models([name.partition("@")[0] for name in options.models])
-    name = space.id.split("/")[1]
-    folder = assemble_space(options.models, Path("runs") / "spaces" / name, title=name)
-    if options.dry_run:
+        check_models([] if is_static else [name.partition("@")[0] for name in options.models])
+    if is_static:
+        from publishing.static_page import write_page  # needs the extra onnx
+
+        groups, examples, _ = find_all(options.models)
+        write_page(
+            [first for first, *_ in groups], folder, title, options.examples or examples, options.onnx, options.cdn
+        )
+        write_card(
+            folder, SpaceCardData(title=title, sdk="static", short_description="Models that run in your browser")
+        )
+    else:
+        assemble_space(options.models, folder, title)
+    if not space.id:
+        print(f"Wrote {folder}: serve it with python -m http.server -d {folder}")
+    elif options.dry_run:
         print(f"Not uploaded (--dry_run): {folder} would be uploaded to {space.id}.")
     else:
         print(f"Published: {upload(folder, space).repo_url}")
-
-
-def publish_static(options: DemoArguments) -> None:
-    """Write the static page, and upload it if a Space is given, unless this is a dry run."""
-    from publishing.static_page import write_page  # needs the extra onnx
-
-    folder, space = Path(options.static), Repository(options.space or "", "space", options.private, sdk="static")
-    if space.id and not options.dry_run:
-        check_access(space)
-    groups, prompts, _ = zip(*map(find_models, options.models), strict=True)
-    examples = options.examples or list(dict.fromkeys(chain(*prompts)))[:MAX_EXAMPLES] or [*EXAMPLES]
-    title = space.id.partition("/")[2] or "Language models"
-    write_page([first for first, *_ in groups], folder, title, examples, options.onnx, options.cdn)
-    write_card(folder, SpaceCardData(title=title, sdk="static", short_description="Models that run in your browser"))
-    if space.id and not options.dry_run:
-        print(f"Published: {upload(folder, space).repo_url}")
-    else:
-        print(f"Wrote {folder}: serve it with python -m http.server -d {folder}")
 
 
 def write_card(folder: Path, data: SpaceCardData) -> None:

@@ -3,7 +3,12 @@
 
 const KEPT = "page"; // name of the cache
 const readModels = async () => (await fetch("models.json")).json();
-const keepPage = async () => (await caches.open(KEPT)).addAll(["./", "models.json", ...(await readModels()).files]);
+
+async function keepPage() {
+  const { runtime, models } = await readModels(), tokenizers = models.map((model) => model.tokenizerFile);
+  const parts = ["ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm"].map((name) => runtime + name);
+  return (await caches.open(KEPT)).addAll(["./", "models.json", "page.js", "page.css", ...parts, ...tokenizers]);
+}
 
 async function answer(request) {
   const cache = await caches.open(KEPT);
@@ -39,7 +44,6 @@ class Tokenizer {
     this.bytes = new Map([...this.ids].map(([text, id]) => [id, bytes(text)]));
     this.added = new Map(added.map(({ content, id }) => [content, id]));
     for (const { content, id, special } of added) this.bytes.set(id, special ? new Uint8Array() : utf8.encode(content));
-    this.size = Math.max(...this.bytes.keys()) + 1;
     const escaped = [...this.added.keys()].sort((a, b) => b.length - a.length).map((it) => it.replace(/\W/g, "\\$&"));
     this.control = new RegExp(`(${escaped.join("|") || "(?!)"})`, "s");
   }
@@ -131,37 +135,32 @@ class Model {
     const response = await fetch(this.tokenizerFile);
     if (!response.ok) refuse(`${this.name} has no tokenizer: the server answered ${response.status}.`);
     this.tokenizer = new Tokenizer(await response.json());
-    const { size } = this.tokenizer;
-    if (size > this.vocabulary) refuse(`${this.name} has ${this.vocabulary} embeddings but ${size} tokens.`);
     Object.assign(this, await createSession(await download(this, report)));
   }
 
-  // Return the logits (T * V) of ids after the tokens in `past`, and the keys and values of all.
+  // Return the logits (T * V) of ids after the tokens in `past`, V, and the keys and values of all.
   async run(ids, past) {
     const tokens = (values) => new this.Tensor("int64", BigInt64Array.from(values, BigInt), [1, values.length]);
-    const feeds = { ...past }, caches = this.session.inputNames.slice(2);
-    for (const name of past ? [] : caches) feeds[name] = new this.Tensor("float32", [], [1, this.heads, 0, this.width]);
-    const length = feeds[caches[0]].dims[2] + ids.length;
+    const feeds = { ...past }, [, , ...caches] = this.session.inputMetadata;
+    for (const { name, shape } of past ? [] : caches) feeds[name] = new this.Tensor("float32", [], shape.with(0, 1).with(2, 0));
+    const length = feeds[caches[0].name].dims[2] + ids.length;
     Object.assign(feeds, { input_ids: tokens(ids), attention_mask: tokens(Array(length).fill(1)) });
     const { logits, ...present } = await this.session.run(feeds);
     const renamed = Object.entries(present).map(([name, value]) => [name.replace("present", "past_key_values"), value]);
-    return { logits: logits.data, past: Object.fromEntries(renamed) };
+    return { logits: logits.data, vocabulary: logits.dims[2], past: Object.fromEntries(renamed) };
   }
 
   // Yield new tokens until the model ends its text, as generate.py: a full context is replaced by its second half.
   async *generate(ids, settings) {
     const random = generator(settings.seed);
-    let window = ids.slice(1 - this.context), unread = window, past;
+    let window = ids.slice(1 - this.context), result;
     for (let number = 0; number < settings.length; number++) {
-      if (window.length === this.context) {
-        unread = window = window.slice(-Math.max(1, this.context >> 1));
-        past = undefined;
-      }
-      const result = await this.run(unread, past);
-      const token = choose(result.logits.subarray(-this.vocabulary), settings, random);
+      if (window.length === this.context) [window, result] = [window.slice(-Math.max(1, this.context >> 1)), undefined];
+      result = await this.run(result ? window.slice(-1) : window, result?.past);
+      const token = choose(result.logits.subarray(-result.vocabulary), settings, random);
       if (this.ends.includes(token)) return;
       yield token;
-      [unread, window, past] = [[token], [...window, token], result.past];
+      window.push(token);
     }
   }
 
@@ -172,16 +171,16 @@ class Model {
   }
 
   // Return the ids of a chat with an open turn of the assistant, without the oldest messages if they do not fit.
-  chatIds(messages, room) {
+  chatIds(texts, system, room) {
+    const { start, before, after, open, system: around } = this.chat, isGiven = Boolean(system.trim());
+    if (isGiven && !around) refuse(`The chat template of ${this.name} has no system message; leave it empty.`);
     for (let leftOut = 0; ; leftOut += 2) {
-      const parts = [""];
-      for (const { role, text } of messages.slice(leftOut)) {
-        parts.push(parts.pop() + this.chat[role][0], text, this.chat[role][1]);
-      }
-      const ids = this.tokenizer.encode(...parts.with(-1, parts.at(-1) + this.chat.open));
+      const parts = isGiven ? [around[0], system, around[1]] : [start];
+      texts.slice(leftOut).forEach((text, i) => parts.push(text, i % 2 ? after : before));
+      const ids = this.tokenizer.encode(...parts.with(-1, open));
       if (ids.length <= room) return { ids, leftOut };
-      const isLast = leftOut + 2 >= messages.length;
-      if (isLast) refuse(`The message has ${ids.length} tokens, but at most ${room} fit; write a shorter text.`);
+      const isLast = leftOut + 2 >= texts.length;
+      if (isLast) refuse(`The chat has ${ids.length} tokens, but at most ${room} fit; write a shorter text.`);
     }
   }
 }
@@ -206,9 +205,9 @@ function choose(logits, { temperature, top_k }, random) {
 
 // Return the pieces of a text with the loss in nats of each, none for the first. A character of several tokens is one.
 async function score(model, text) {
-  const all = model.tokenizer.encode(text), ids = all.slice(0, model.context), { vocabulary } = model;
+  const all = model.tokenizer.encode(text), ids = all.slice(0, model.context);
   if (ids.length < 2) refuse("The first token has no loss; enter a text of at least two tokens.");
-  const { logits } = await model.run(ids), decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+  const { logits, vocabulary } = await model.run(ids), decoder = new TextDecoder("utf-8", { ignoreBOM: true });
   const losses = ids.slice(1).map((id, i) => {
     const row = logits.subarray(i * vocabulary, (i + 1) * vocabulary), top = highest(row);
     return Math.log(row.reduce((sum, it) => sum + Math.exp(it - top), 0)) + top - row[id];
@@ -232,7 +231,7 @@ const TASKS = { // names of the text and of the button, maximum number of models
   watch: { names: ["Text", "Score"], models: 2, run: watch },
 };
 const task = () => TASKS[find("[name=task]:checked").value];
-let job, messages; // the state of the last start, and the chat
+let job, texts; // the state of the last start, and the chat: texts of the visitor and of the model, in turns
 
 async function start() {
   navigator.serviceWorker?.register("page.js").catch(() => {}); // there is none without HTTPS
@@ -260,7 +259,8 @@ async function start() {
 
 function showTask() {
   [find("[for=prompt]").textContent, find("#start").textContent] = task().names;
-  messages = [];
+  find("#system").parentElement.hidden = task().run !== chat;
+  texts = [];
 }
 
 // Show an error, and return its text.
@@ -341,17 +341,17 @@ async function continueText(cards, text, settings) {
 }
 
 async function chat([it], text, settings) {
-  const show = (turn) => it.text.append(element("span", { className: turn.role, textContent: turn.text }));
-  messages.forEach(show);
+  const show = (turn, i) => it.text.append(element("span", { className: i % 2 ? "" : "user", textContent: turn }));
+  texts.forEach(show);
   await it.attempt(async (model) => {
     if (!model.chat) refuse(`${model.name} has no chat template: it continues text.`);
-    const turns = [...messages, { role: "user", text }], length = Math.max(1, Math.min(settings.length, model.context >> 1));
-    const { ids, leftOut } = model.chatIds(turns, model.context - length);
-    show(turns.at(-1));
+    const turns = [...texts, text], length = Math.max(1, Math.min(settings.length, model.context >> 1));
+    const { ids, leftOut } = model.chatIds(turns, find("#system").value, model.context - length);
+    show(text, 0);
     find("#prompt").value = "";
     const remark = leftOut ? ` · the model did not read the oldest ${count(leftOut, "message")}` : "";
     await takeTurns([write(it, ids, { ...settings, length }, remark)]);
-    messages = [...turns, { role: "assistant", text: it.text.lastChild.textContent }];
+    texts = [...turns, it.text.lastChild.textContent];
   });
 }
 

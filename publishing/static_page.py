@@ -4,120 +4,148 @@ import json
 import os
 import shutil
 import tarfile
-from base64 import b64encode
 from contextlib import suppress
-from hashlib import sha512
 from importlib.util import find_spec
-from io import BytesIO
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
-from transformers import PreTrainedTokenizerBase
+import torch
+from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url, snapshot_download
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from common.atomic import file_sha256, unfinished_path
+from common.atomic import file_sha256
 from common.errors import UserError
 from common.removal import renew
-from modeling_gpt2scratch.prompts import end_tokens, turn_end
+from modeling_gpt2scratch.loading import CONFIG, GENERATION, TOKENIZER, load_tokenizer, read_json, read_model_config
+from modeling_gpt2scratch.prompts import turn_end
 from publishing.demo_models import DemoModel
 from publishing.gguf_file import unusual_parts
 from publishing.onnx_file import FILES as ONNX
 from publishing.onnx_file import check_onnx, write_onnx
 from publishing.published_model import PublishedModel, find_folder
+from publishing.upload import hub_errors
 from publishing.verify import expect
+from training.checkpoints.loading import model_errors
 
 PAGE = {"index.html": ".html", "page.js": ".js", "page.css": ".css"}
-VERSION = "1.30.0"  # of onnxruntime-web, with the SHA-512 that npm lists
-INTEGRITY = "q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3jL02Vb7QmRMDs1SigqR4CXAfKYQ=="
+VERSION = "1.30.0"  # of onnxruntime-web, with the SHA-256 of its package
+SHA256 = "d2228df7e4616bc3348bf504ee888f3bec43789a273f0a63f3e68d203ce3bf71"
 REGISTRY = "https://registry.npmjs.org"  # npm's default; npm_config_registry names another, as for npm
 CDN = "https://cdn.jsdelivr.net"
-WASM = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
-WEBGPU = ("ort.webgpu.bundle.min.mjs", "ort-wasm-simd-threaded.asyncify.wasm")
-PACKAGE = (
-    Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpt2scratch" / f"onnxruntime-web-{VERSION}.tgz"
-)
+HUB_STORAGE = "https://*.hf.co"  # to which the Hub redirects requests for large files
+RUNTIME = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")  # and the same with WebGPU
+RUNTIME += ("ort.webgpu.bundle.min.mjs", "ort-wasm-simd-threaded.asyncify.wasm")
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+PACKAGE = CACHE / "gpt2scratch" / f"onnxruntime-web-{VERSION}.tgz"
 MARK = "\U0010ffff"  # a message of a chat
-FILES = (
-    *PAGE,
-    "models.json",
-    "README.md",
-    "runtime/*",
-    *(f"models/*/{name}" for name in (*ONNX.values(), "tokenizer.json")),
-)
+MODEL_FILES = (*(f"models/*/{name}" for name in ONNX.values()), "models/*/tokenizer.json")
+FILES = (*PAGE, "models.json", "README.md", "runtime/*", *MODEL_FILES)
 
 
 def write_page(
     entries: list[DemoModel], destination: Path, title: str, examples: list[str], kind: str, use_cdn: bool
 ) -> None:
-    """Write the page for models with ONNX files of type `kind`, replacing an earlier page. With `use_cdn`, it loads
-    onnxruntime-web from a CDN. Raise a `UserError` if a model cannot run in a browser."""
-    folders = [find_folder(Path(entry.source), None) for entry in entries]
-    for folder in folders:
-        check_onnx(folder, [kind])
-    releases = [PublishedModel.read(folder) for folder in folders]
-    for entry, release in zip(entries, releases, strict=True):
-        if parts := unusual_parts(release.tokenizer):
-            raise UserError(
-                f"{entry.name} cannot run in a browser: its tokenizer has {', '.join(parts)}, but the page supports "
-                f"GPT-2's byte-level BPE and characters; show it with a page that runs on a server."
-            )
+    """Write the page for models with ONNX files of type `kind`, replacing an earlier page. It loads models on the Hub
+    from there, and with `use_cdn` onnxruntime-web from a CDN. Raise a `UserError` if a model cannot run in a browser."""
+    models = [_local(entry, kind) if Path(entry.source).exists() else _on_hub(entry, kind) for entry in entries]
     renew(destination, "static page", FILES)
     runtime = f"{CDN}/npm/onnxruntime-web@{VERSION}/dist/" if use_cdn else "runtime/"
     if not use_cdn:
         write_runtime(destination / "runtime")
     for name, suffix in PAGE.items():
         shutil.copy(Path(__file__).with_suffix(suffix), destination / name)
-    if use_cdn:
-        page = destination / "index.html"
-        text = page.read_text(encoding="utf-8").replace("src 'self'", f"src 'self' {CDN}")
-        page.write_text(text, encoding="utf-8")
-    models = [
-        _write_model(entry, release, destination / "models" / str(i), kind)
-        for i, (entry, release) in enumerate(zip(entries, releases, strict=True))
-    ]
-    kept = ["page.js", "page.css", *(runtime + name for name in WASM), *(model["tokenizerFile"] for model in models)]
-    content = {"title": title, "runtime": runtime, "examples": examples, "files": kept, "models": models}
+    page = (destination / "index.html").read_text(encoding="utf-8")
+    page = page.replace("src 'self'", f"src 'self' {CDN}") if use_cdn else page
+    if any(release is None for _, release in models):
+        page = page.replace("connect-src", f"connect-src {constants.ENDPOINT} {HUB_STORAGE}")
+    (destination / "index.html").write_text(page, encoding="utf-8")
+    for i, (facts, release) in enumerate(models):
+        if release is not None:
+            facts |= _write_model(release, destination, f"models/{i}", kind)
+    content = {"title": title, "runtime": runtime, "examples": examples, "models": [facts for facts, _ in models]}
     (destination / "models.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _write_model(entry: DemoModel, release: PublishedModel, folder: Path, kind: str) -> dict[str, Any]:
-    """Write the files of a model, and return what page.js must know."""
-    folder.mkdir(parents=True)
-    model, tokenizer, config = release.model, release.tokenizer, release.model.config
-    write_onnx(model, expect(release), folder, [kind])
-    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
-    ends, chat = end_tokens(model), chat_parts(tokenizer)
+def _local(entry: DemoModel, kind: str) -> tuple[dict[str, Any], PublishedModel]:
+    """Return what page.js must know about a model, and the model, whose files are still to be written."""
+    folder = find_folder(Path(entry.source), None)
+    check_onnx(folder, [kind])
+    release = PublishedModel.read(folder)
+    return _facts(entry, folder, [f"{release.model.num_parameters():,} parameters", *entry.facts]), release
+
+
+def _on_hub(entry: DemoModel, kind: str) -> tuple[dict[str, Any], None]:
+    """Return what page.js must know about a model that was published with ONNX files, at the revision's newest commit.
+    Raise a `UserError` if visitors cannot load it."""
+    name, _, revision = entry.source.partition("@")
+    with hub_errors(f"read {entry.source}"):
+        if not HfApi().file_exists(name, ONNX[kind], revision=revision or None, token=False):
+            problem = f"{entry.source} has no {ONNX[kind]} on the Hub that everyone can read"
+            raise UserError(f"{problem}; push it with --format onnx, without --private.")
+        file = get_hf_file_metadata(hf_hub_url(name, ONNX[kind], revision=revision or None), token=False)
+        names = (CONFIG, GENERATION, *TOKENIZER)
+        folder = Path(snapshot_download(name, revision=file.commit_hash, allow_patterns=names, token=False))
+    facts = _facts(entry, folder, [f"{file.size / 1e6:,.0f} MB", f"commit {file.commit_hash[:7]}"])
+    address = f"{constants.ENDPOINT}/{name}/resolve/{file.commit_hash}"
+    return facts | _files(address, kind, file.size, file.etag), None  # for a large file, the etag is its SHA-256
+
+
+def _facts(entry: DemoModel, folder: Path, facts: list[str]) -> dict[str, Any]:
+    """Return what page.js must know about a model, except its files, from its folder."""
+    with model_errors(f"{entry.name} cannot run in a browser: {{}}."):
+        tokenizer, config = load_tokenizer(folder), AutoConfig.for_model(**read_model_config(folder))
+        ends = (read_json(folder, GENERATION) if (folder / GENERATION).is_file() else config.to_dict()).get(
+            "eos_token_id"
+        )
+    if parts := unusual_parts(tokenizer):
+        raise UserError(
+            f"{entry.name} cannot run in a browser: its tokenizer has {', '.join(parts)}, but the page supports "
+            f"GPT-2's byte-level BPE and characters; show it with a page that runs on a server."
+        )
+    chat = chat_parts(tokenizer)
     return {
         "name": entry.name,
-        "facts": [f"{model.num_parameters():,} parameters", *entry.facts],
-        "file": f"models/{folder.name}/{ONNX[kind]}",
-        "bytes": (folder / ONNX[kind]).stat().st_size,
-        "sha256": file_sha256(folder / ONNX[kind]),
-        "tokenizerFile": f"models/{folder.name}/tokenizer.json",
-        "heads": config.n_head,
-        "width": config.n_embd // config.n_head,
-        "context": config.n_positions,
-        "vocabulary": config.vocab_size,
+        "facts": facts,
+        "context": min(config.max_position_embeddings, tokenizer.model_max_length),
         "bos": tokenizer.bos_token_id,
-        "ends": [*ends, turn_end(tokenizer)] if chat else ends,
+        "ends": [*(ends if isinstance(ends, list) else [ends]), turn_end(tokenizer) if chat else None],
         "chat": chat,
     }
 
 
-def chat_parts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
-    """Return the texts that the chat template writes before and after a message of each role, and the one that opens an
-    answer. Return None if there is no template, or one that does not write a chat as a sequence of messages."""
+def _write_model(release: PublishedModel, page: Path, name: str, kind: str) -> dict[str, Any]:
+    """Write the files of a model to the folder `name` of a page, and return what page.js must know about them."""
+    (page / name).mkdir(parents=True)
+    write_onnx(release.model, expect(release), page / name, [kind])
+    release.tokenizer.backend_tokenizer.save(str(page / name / "tokenizer.json"))
+    file = page / name / ONNX[kind]
+    return _files(name, kind, file.stat().st_size, file_sha256(file))
 
-    def rendered(*roles: str, is_open: bool = False) -> str:
-        chat = [{"role": role, "content": MARK} for role in roles]
-        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=is_open)
+
+def _files(folder: str, kind: str, size: int, sha256: str) -> dict[str, Any]:
+    return {
+        "file": f"{folder}/{ONNX[kind]}", "bytes": size, "sha256": sha256, "tokenizerFile": f"{folder}/tokenizer.json",
+    }  # fmt: skip
+
+
+def chat_parts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
+    """Return the texts that the chat template writes around messages: before the first one of the user, before and after
+    a system message, before and after an answer, and before an answer to write. Return None if there is no template, or
+    one that does not write a chat as a sequence of messages."""
+
+    def rendered(roles: str) -> list[str]:
+        chat = [{"role": role, "content": MARK} for role in roles.split()]
+        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True).split(MARK)
 
     with suppress(Exception):  # a template may raise anything
-        user, both, three = rendered("user"), rendered("user", "assistant"), rendered("user", "assistant", "user")
-        opening = rendered("user", is_open=True)
-        if both.startswith(user) and three == both + user and opening.startswith(user):
-            parts = {"user": user.split(MARK), "assistant": both.removeprefix(user).split(MARK)}
-            return parts | {"open": opening.removeprefix(user)} if all(len(it) == 2 for it in parts.values()) else None
+        start, before, after, end = rendered("user assistant user")
+        longer = rendered("user assistant user assistant user")
+        if rendered("user") == [start, end] and longer == [start, before, after, before, after, end]:
+            parts = {"start": start, "before": before, "after": after, "open": end}
+            with suppress(Exception):  # some templates refuse system messages
+                opening, first, *others = rendered("system user assistant user")
+                parts |= {"system": [opening, first]} if others == [before, after, end] else {}
+            return parts
     return None
 
 
@@ -125,22 +153,16 @@ def write_runtime(folder: Path) -> None:
     """Write onnxruntime-web with its license to a new folder. The package from npm is kept in the user's cache.
     Raise a `UserError` if it cannot be downloaded, or is another one."""
     registry = os.environ.get("npm_config_registry") or REGISTRY  # noqa: SIM112 (npm's own name)
-    is_kept = PACKAGE.is_file()
-    source = str(PACKAGE) if is_kept else f"{registry.rstrip('/')}/onnxruntime-web/-/{PACKAGE.name}"
-    try:
-        with urlopen(PACKAGE.as_uri() if is_kept else source, timeout=60) as answer:
-            package = answer.read()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{source} cannot be loaded ({error}); try again, or add --cdn to use a CDN.") from error
-    if b64encode(sha512(package).digest()).decode() != INTEGRITY:
-        raise UserError(f"{source} is not onnxruntime-web {VERSION}: its SHA-512 differs; delete it, and try again.")
-    if not is_kept:
-        PACKAGE.parent.mkdir(parents=True, exist_ok=True)
-        with unfinished_path(PACKAGE, ".tmp") as draft:
-            draft.write_bytes(package)
+    source = f"{registry.rstrip('/')}/onnxruntime-web/-/{PACKAGE.name}"
+    if not PACKAGE.is_file():
+        try:
+            PACKAGE.parent.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(source, str(PACKAGE), SHA256)
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: another package
+            raise UserError(f"{source} cannot be loaded ({error}); try again, or add --cdn to use a CDN.") from error
     folder.mkdir()
-    with tarfile.open(fileobj=BytesIO(package)) as archive:
-        for file in (*WASM, *WEBGPU):
+    with tarfile.open(PACKAGE) as archive:
+        for file in RUNTIME:
             (folder / file).write_bytes(archive.extractfile(f"package/dist/{file}").read())
     for file in ("LICENSE", "ThirdPartyNotices.txt"):  # the npm package has none
         shutil.copy(Path(find_spec("onnxruntime").origin).with_name(file), folder / file)

@@ -57,7 +57,7 @@ def check_repo_id(repo_id: str) -> None:
 def check_access(repository: Repository) -> None:
     """Raise a `UserError` if login, token, owner or visibility prevent the upload. Nothing is changed."""
     hub, repo_id, owner = HfApi(), repository.id, repository.id.split("/")[0]
-    with _hub_errors(f"access {repo_id}"):
+    with hub_errors(f"access {repo_id}"):
         user = hub.whoami()
         names = [user["name"], *(organization["name"] for organization in user.get("orgs", []))]
         if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
@@ -83,7 +83,7 @@ def check_access(repository: Repository) -> None:
 
 def check_models(names: list[str]) -> None:
     """Raise a `UserError` if a model does not exist on the Hub or is not public."""
-    with _hub_errors(f"access {', '.join(names)}"):
+    with hub_errors(f"access {', '.join(names)}"):
         absent = [name for name in names if not HfApi().repo_exists(name, token=False)]
     if absent:
         raise UserError(
@@ -104,7 +104,7 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
     hub, repo_id, is_model = HfApi(), repository.id, repository.type == "model"
     target = {"repo_id": repo_id, "repo_type": repository.type}
     on_branch = target | {"revision": repository.branch}
-    with _hub_errors(f"upload to {repo_id}"):
+    with hub_errors(f"upload to {repo_id}"):
         _refuse_bad_metadata(folder / "README.md", repository.type)  # checked before anything is created
         if not hub.repo_exists(**target):
             try:
@@ -136,7 +136,7 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
 
 def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None:
     """Download the repository into a separate cache. Raise a `UserError` if a file differs from the uploaded one."""
-    with _hub_errors(f"read {repo_id} back"):
+    with hub_errors(f"read {repo_id} back"):
         snapshot = Path(HfApi().snapshot_download(repo_id, revision=commit, cache_dir=cache))
     names = [name for name in published_files(compare_with) if name != "README.md"]  # the Hub's own may have been kept
     _, *differences = filecmp.cmpfiles(compare_with, snapshot, names, shallow=False)
@@ -160,7 +160,7 @@ def _refuse_bad_metadata(card: Path, repo_type: str) -> None:
 
 
 @contextmanager
-def _hub_errors(action: str) -> Iterator[None]:
+def hub_errors(action: str) -> Iterator[None]:
     """Turn errors of the Hub and of the network into one sentence."""
     remedy = "run this command again; files that arrived are not sent twice"
     try:

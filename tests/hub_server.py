@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 import yaml
 
 TOKEN = "hf_" + "s" * 34
-LARGE = (".safetensors", ".gguf", ".png")  # uploaded with LFS
+LARGE = (".safetensors", ".gguf", ".onnx", ".png")  # uploaded with LFS
 PREFIX = {"models": "", "datasets": "datasets/", "spaces": "spaces/"}
 
 
@@ -294,6 +294,7 @@ class Handler(BaseHTTPRequestHandler):
         file, status, start, stop = files[path], 200, 0, None
         etag = file.sha256 if file.is_lfs else file.oid
         headers = {"X-Repo-Commit": sha, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
+        headers["Access-Control-Allow-Origin"] = "*"
         if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             size = len(file.content)
             status, start, stop = 206, int(asked[1]), min(int(asked[2] or size), size - 1) + 1

@@ -272,7 +272,8 @@ def test_ten_visitors_at_once_are_all_answered(address):
     function = next(
         it for it in page["dependencies"] if it["queue"] and "prompt" in str([parts[i] for i in it["inputs"]])
     )
-    values = [parts[i].get("value") for i in function["inputs"]]
+    inputs = [parts[i] for i in function["inputs"]]
+    values = [20 if part.get("label") == "Length" else part.get("value") for part in inputs]
 
     def visit(number: int) -> str:
         query = {"data": values, "fn_index": function["id"], "session_hash": f"visitor{number}"}
@@ -283,7 +284,7 @@ def test_ten_visitors_at_once_are_all_answered(address):
             return next(str(it["output"]) for it in messages if it["msg"] == "process_completed")
 
     with ThreadPoolExecutor(10) as pool:
-        assert all("200 tokens" in answer for answer in pool.map(visit, range(10)))
+        assert all("20 tokens" in answer for answer in pool.map(visit, range(10)))
 
 
 def test_nothing_can_be_uploaded(address):

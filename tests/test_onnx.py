@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from huggingface_hub import HfApi, ModelCard
 
 import push_to_hub
-from conftest import MODERN, MODERN_RUN, assert_one_sentence, assert_user_error, trained
+from conftest import MODERN, MODERN_RUN, REPOSITORY, assert_one_sentence, assert_user_error, trained
 from modeling_gpt2scratch import GPT2ScratchConfig
 from publishing import onnx_file
 from publishing.published_model import PublishedModel
@@ -20,11 +21,13 @@ onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is an extra
 
 ONNX = {"onnx/model.onnx", "onnx/model_quantized.onnx"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+ROTARY = {"rope_parameters": MODERN["rope_parameters"]}
 MODELS = {
-    "tied GPT-2": (test_native.bpe, {"tie_word_embeddings": True}),
-    "untied GPT-2 of characters": (test_native.characters, {"n_inner": 24, "activation_function": "relu"}),
-    "modern with a context of 4": (test_native.bpe, MODERN | {"n_head": 4, "n_positions": 4}),
-    "rotary GPT-2 without a twin": (test_native.bpe, {"rope_parameters": MODERN["rope_parameters"]}),
+    "rotary GPT-2 of characters without a twin": (test_native.characters, ROTARY | {"activation_function": "relu"}),
+    "tied modern with a context of 4": (
+        test_native.bpe,
+        MODERN | {"n_head": 4, "n_positions": 4, "tie_word_embeddings": True},
+    ),
 }
 
 
@@ -48,7 +51,7 @@ def test_onnxruntime_computes_the_logits_of_the_model_also_in_a_padded_batch(mak
     file = tmp_path / "model" / "onnx" / "model.onnx"
     size = 4 * model.num_parameters()
     assert size < file.stat().st_size < size + 100_000  # a tied embedding is stored once
-    assert str(onnx_file.CHECK.parent.parent).encode() not in file.read_bytes()  # the exporter records paths
+    assert str(REPOSITORY).encode() not in file.read_bytes()  # the exporter records paths
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     ids, mask = torch.arange(4).repeat(2, 1) + 4, torch.ones(2, 4, dtype=torch.long)
     mask[0, :2] = 0
@@ -82,14 +85,27 @@ def push(folder, *options) -> None:
     push_to_hub.main([str(folder), "--repo_id", "me/tiny", *options])
 
 
-def test_a_repository_for_browsers_replaces_one_with_code_and_both_can_be_in_one(hub, modern, capsys, monkeypatch):
+def test_a_repository_for_browsers_replaces_one_with_code_and_both_can_be_in_one(
+    hub, modern, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(push_to_hub, "verify", lambda location, reference: None)  # of the other formats
+    export, files = onnx_file._export, {}
+
+    def export_once(model, paths):
+        if not files:
+            folder = {kind: tmp_path / f"{kind}.onnx" for kind in onnx_file.FILES}
+            export(model, folder)
+            files.update(folder)
+        for kind, path in paths.items():
+            shutil.copy(files[kind], path)
+
+    monkeypatch.setattr(onnx_file, "_export", export_once)
     push(modern, "--format", "both", "onnx", "--onnx", "q8")
     remote = partial(HfApi().list_repo_files, "me/tiny")
     assert {"modeling_gpt2scratch.py", "native/config.json", "onnx/model_quantized.onnx"} < set(remote())
     assert_interface(modern / "hub" / "onnx" / "model_quantized.onnx")
     card = (modern / "hub" / "README.md").read_text()
-    assert 'config: {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 2},' in card
+    assert 'config: {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 16},' in card
     push(modern, "--format", "onnx")
     assert set(remote()) - {".gitattributes"} == {
         *ONNX,
@@ -100,7 +116,7 @@ def test_a_repository_for_browsers_replaces_one_with_code_and_both_can_be_in_one
         "course.png",
     }
     assert capsys.readouterr().out.count("onnx/model.onnx: 20 of 20 greedy texts are equal, logits") == 1
-    config = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16}
+    config = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16}
     assert json.loads((modern / "hub" / "config.json").read_text()) == config
     card = ModelCard.load(modern / "hub" / "README.md")
     assert (card.data.library_name, card.data.tags[0]) == ("transformers.js", "gpt2")
@@ -110,42 +126,46 @@ def test_a_repository_for_browsers_replaces_one_with_code_and_both_can_be_in_one
     assert re.search(rf"{loss}is \1 for the model", card.text)
 
 
-def test_a_file_whose_rounding_costs_too_much_is_left_out(tmp_path, monkeypatch, capsys):
-    test_native.model_folder(tmp_path, test_native.bpe())
-    monkeypatch.setattr(onnx_file, "LOSS_TOLERANCE", -1.0)
-    assert_one_sentence("has no ONNX file of that type; choose --onnx fp32", exported, tmp_path)
-    sentence = r"onnx/model_quantized\.onnx is left out: it raises the loss by .*, more than -1\.0\."
+def test_a_file_that_computes_other_results_is_refused_or_left_out(tmp_path, monkeypatch, capsys):
+    test_native.model_folder(tmp_path / "model", test_native.bpe())
+    compared = {"equal": 20, "logits": 1e-5, "tolerance": 1e-4, "loss": 9.0}
+    monkeypatch.setattr(onnx_file, "_export", lambda model, paths: [path.touch() for path in paths.values()])
+    monkeypatch.setattr(onnx_file, "_compare", lambda *parts: compared)
+    for change in ({"logits": 1.0}, {"logits": float("nan")}, {"equal": 19}):
+        monkeypatch.setattr(onnx_file, "_compare", lambda *parts, change=change: compared | change)
+        folder = shutil.copytree(tmp_path / "model", tmp_path / str(change))
+        assert_one_sentence(
+            "computes other results in onnxruntime: logits differ by .*; publish it without", exported, folder
+        )
+    monkeypatch.setattr(onnx_file, "_compare", lambda *parts: compared)
+    assert_one_sentence("has no ONNX file of that type; choose --onnx fp32", exported, tmp_path / "model")
+    sentence = r"onnx/model_quantized\.onnx is left out: it raises the loss by .*, more than 0\.02\."
     assert re.search(sentence, capsys.readouterr().out)
 
 
-def test_a_model_that_is_too_large_or_differs_and_a_missing_package_are_refused(tmp_path, monkeypatch):
-    small, large = tmp_path / "small", tmp_path / "large"
-    test_native.model_folder(small, test_native.bpe())
-    GPT2ScratchConfig().save_pretrained(large)
-    assert_user_error(
-        r"large has 134,601,216 parameters: 538 MB as fp32, but a file for browsers may have 200 MB; leave ONNX out, or add "
-        r"--onnx q8\.",
-        push, large, "--format", "onnx", "--dry_run",
-    )  # fmt: skip
-    onnx_file.check_onnx(large, ["q8"])
-    monkeypatch.setattr(onnx_file, "_run_isolated", wrong(onnx_file._run_isolated))
-    assert_one_sentence(r"small computes other results in onnxruntime: logits differ by 1\.0e\+0.*", exported, small)
+def test_a_model_that_is_too_large_and_a_missing_package_are_refused(tmp_path, monkeypatch):
+    GPT2ScratchConfig().save_pretrained(tmp_path / "large")
+    sentence = (
+        r"large has 134,601,216 parameters: 538 MB as fp32, but a file for browsers may have 200 MB; leave ONNX out, or"
+    )
+    assert_user_error(sentence, push, tmp_path / "large", "--format", "onnx", "--dry_run")
+    onnx_file.check_onnx(tmp_path / "large", ["q8"])
     monkeypatch.setattr(onnx_file, "find_spec", lambda name: None)
-    assert_user_error(r"run pip install -e '\.\[onnx\]'\.$", push, small, "--onnx", "q8", "--dry_run")
+    assert_user_error(r"run pip install -e '\.\[onnx\]'\.$", push, tmp_path / "large", "--onnx", "q8", "--dry_run")
 
 
-def wrong(run):
-    """Return `run` with logits that differ by 1."""
+@torch.no_grad()
+def test_a_text_counts_as_equal_where_two_tokens_are_equally_likely(tmp_path, monkeypatch):
+    model = test_native.model_folder(tmp_path, test_native.bpe())
+    prompts, options = torch.arange(4)[:, None] + 4, {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    texts = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, **options)
 
-    def run_wrong(path, request):
-        answer = run(path, request)
-        return answer | {"logits": answer["logits"] + 1}
+    def lowered(session, ids, P, gap):
+        changes = torch.zeros(len(ids), model.config.vocab_size)
+        changes[:-1].scatter_(1, ids[1:, None], -gap)
+        return model(ids[None]).logits[0] + changes
 
-    return run_wrong
-
-
-def test_a_text_counts_as_equal_where_two_tokens_are_equally_likely():
-    texts, logits = torch.tensor([[9, 1, 2], [9, 1, 2], [9, 1, 2]]), torch.zeros(1, 3)
-    answer = {"tokens": torch.tensor([[1, 2], [1, 0], [0, 2]]).numpy(), "logits": torch.zeros(2, 3).numpy()}
-    gaps = torch.tensor([[1.0, 1.0], [1.0, 1e-6], [1.0, 1e-6]])
-    assert onnx_file._differences(answer, logits, texts, gaps)["equal"] == 2
+    monkeypatch.setattr(onnxruntime, "InferenceSession", lambda path, providers: None)
+    for gap, equal in ((1e-6, 4), (1000.0, 0)):
+        monkeypatch.setattr(onnx_file, "_logits", partial(lowered, gap=gap))
+        assert onnx_file._compare(model, tmp_path, texts, 1, texts)["equal"] == equal

@@ -6,6 +6,7 @@ import re
 import shutil
 import threading
 import unicodedata
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import test_native
 import torch
-from huggingface_hub import SpaceCard
+from huggingface_hub import SpaceCard, constants
 
 import generate
 import push_to_hub
@@ -34,7 +35,7 @@ needs_package = pytest.mark.skipif(not static_page.PACKAGE.is_file(), reason="on
 def chats(tmp_path_factory):
     """A random chat model."""
     folder = tmp_path_factory.mktemp("models") / "chats"
-    test_native.model_folder(folder, test_native.bpe(), n_positions=64, **MODERN)
+    test_native.model_folder(folder, test_native.bpe(), n_positions=96, **MODERN)
     return folder
 
 
@@ -53,41 +54,20 @@ def page_folder(run, chats, letters, tmp_path_factory):
     return folder
 
 
-class Server:
-    """A plain server of files on a port of its own."""
-
-    def __init__(self, folder: Path):
-        handler = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *parts: None})
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder)))
-        self.address = f"http://127.0.0.1:{self.server.server_port}/"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def stop(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+@contextmanager
+def served(folder: Path):
+    """Serve files on a port of its own, and yield its address."""
+    handler = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *parts: None})
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
 
 
 @pytest.fixture(scope="module")
 def address(page_folder):
-    server = Server(page_folder)
-    yield server.address
-    server.stop()
-
-
-@pytest.fixture
-def changed(page_folder, tmp_path):
-    """Function that changes a copy of the page and returns its address, which has a cache of its own."""
-    servers = []
-
-    def change(function) -> str:
-        folder = shutil.copytree(page_folder, tmp_path / "page")
-        function(folder)
-        servers.append(Server(folder))
-        return servers[-1].address
-
-    yield change
-    for server in servers:
-        server.stop()
+    with served(page_folder) as address:
+        yield address
 
 
 class Page:
@@ -111,7 +91,7 @@ class Page:
         return self.browser.execute_async_script(script, *arguments)
 
     def choose(self, *names: str, task: str = "continue", **settings) -> None:
-        for box in self.browser.find_elements("css selector", "#models label"):
+        for box in self.browser.find_elements("css selector", "#models:not([hidden]) label"):
             if box.find_element("tag name", "input").is_selected() != (box.text in names):
                 box.click()
         self.browser.find_element("css selector", f"[value={task}]").click()
@@ -147,7 +127,7 @@ def test_texts_side_by_side_are_those_of_generate_and_the_page_loads_nothing_els
     page = Page(browser, address)
     page.choose("tiny", "chats", "letters", temperature=0, length=40)
     words = prose(3, 200).lower().replace(".", "").split()
-    for i in range(20):
+    for i in range(7):
         prompt = " ".join(words[i : i + 1 + i % 5])  # the texts exceed the contexts of 16 and 32 tokens
         assert page.write(prompt) == [greedy(model, prompt, 40, capsys) for model in (run, chats, letters)]
     assert page.texts("h2") == ["tiny", "chats", "letters"]
@@ -200,14 +180,16 @@ def test_ids_are_those_of_python_for_2000_texts(address, browser, chats):
 
 
 @needs_package
-def test_a_chat_has_the_ids_of_python_and_is_answered(address, browser, chats):
+@pytest.mark.parametrize("system", ["", "<|im_end|> in\n"])
+def test_a_chat_has_the_ids_of_python_and_is_answered(system, address, browser, chats):
     page = Page(browser, address)
-    page.choose("chats", task="chat", temperature=0, length=10)
+    page.choose("chats", task="chat", temperature=0, length=10, system=system)
     model, tokenizer = load_with_tokenizer(chats)
     answers, messages = [], []
-    for text in ("the of\n", "<b>a</b><|im_end|> <|endoftext|>", "and " * 10, "to"):
+    for text in ("the of\n", "<b>a</b><|im_end|> <|endoftext|>", "and " * 20, "to"):
         messages.append({"role": "user", "content": text})
-        ids, left_out = chat_ids(tokenizer, messages, 54)
+        opening = [{"role": "system", "content": system}] * bool(system)
+        ids, left_out = chat_ids(tokenizer, opening + messages, 86)
         settings = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": model.generation_config.eos_token_id}
         new = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), pad_token_id=1, **settings)
         answers.append(tokenizer.decode(new[0, len(ids) :], skip_special_tokens=True).rstrip("\ufffd"))
@@ -220,6 +202,22 @@ def test_a_chat_has_the_ids_of_python_and_is_answered(address, browser, chats):
     page.choose("letters", task="chat")
     page.write("the")
     assert page.texts(".problem") == ["letters has no chat template: it continues text."]
+
+
+def test_chat_parts_are_known_only_for_templates_that_write_messages_one_after_another():
+    def parts_of(body: str):
+        tokenizer = test_native.bpe()
+        tokenizer.chat_template = body
+        return static_page.chat_parts(tokenizer)
+
+    loop = (
+        "{% for it in messages %}[{{ it.role }}]{{ it.content }};{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    parts = {"start": "[user]", "before": ";[assistant]", "after": ";[user]", "open": ";>"}
+    assert parts_of(loop) == parts | {"system": ["[system]", ";[user]"]}
+    assert parts_of("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + loop) == parts
+    assert parts_of("{{ messages | length }}" + loop) is None
+    assert parts_of("{{ 1 / 0 }}") is None
 
 
 @needs_package
@@ -253,56 +251,73 @@ def test_a_long_prompt_and_html_and_an_unknown_character_are_shown_as_typed(addr
 
 @needs_package
 def test_the_page_works_without_a_network_once_loaded(page_folder, browser):
-    server = Server(page_folder)
-    page = Page(browser, server.address)
+    texts = []
+    with served(page_folder) as address:
+        page = Page(browser, address)
+        page.choose("tiny", temperature=0, length=20)
+        texts.append(page.write("the"))
+        page.wait_for("return navigator.serviceWorker.controller")
+    page = Page(browser, address)
     page.choose("tiny", temperature=0, length=20)
-    text = page.write("the")
-    page.wait_for("return navigator.serviceWorker.controller")
-    server.stop()
-    page = Page(browser, server.address)
-    page.choose("tiny", temperature=0, length=20)
-    assert page.write("the") == text
-
-
-def cut(folder: Path) -> None:
-    file = folder / "models" / "0" / "onnx" / "model.onnx"
-    file.write_bytes(file.read_bytes()[:1000])
-
-
-def flip(folder: Path) -> None:
-    file = folder / "models" / "0" / "onnx" / "model.onnx"
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-
-
-def remove_tokenizer(folder: Path) -> None:
-    (folder / "models" / "0" / "tokenizer.json").unlink()
-
-
-def change_vocabulary(folder: Path) -> None:
-    content = json.loads((folder / "models.json").read_text())
-    content["models"][0]["vocabulary"] = 100
-    (folder / "models.json").write_text(json.dumps(content))
+    assert page.write("the") == texts[0]
 
 
 @needs_package
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (cut, r"tiny is incomplete or was changed: 1,000 bytes of [\d,]+ arrived; reload the page\."),
-        (flip, r"tiny is incomplete or was changed: ([\d,]+) bytes of \1 arrived; reload the page\."),
-        (remove_tokenizer, r"tiny has no tokenizer: the server answered 404\."),
-        (change_vocabulary, r"tiny has 100 embeddings but 300 tokens\."),
-    ],
-)
-def test_a_damaged_model_gives_a_sentence_and_the_others_work(change, sentence, changed, browser):
-    page = Page(browser, changed(change))
-    page.choose("tiny", "chats", length=5)
-    texts = page.write("the")
-    assert re.fullmatch(sentence, page.texts(".problem")[0])
-    assert texts[0] == ""
-    assert texts[1].startswith("the")
+def test_a_damaged_model_gives_a_sentence_and_the_others_work(page_folder, browser, tmp_path):
+    folder = shutil.copytree(page_folder, tmp_path / "page")
+    files = [folder / "models" / str(i) / "onnx" / "model.onnx" for i in (0, 1)]
+    files[0].write_bytes(files[0].read_bytes()[:1000])
+    content = bytearray(files[1].read_bytes())
+    content[-1] ^= 1
+    files[1].write_bytes(content)
+    with served(folder) as address:
+        page = Page(browser, address)
+        page.choose("tiny", "chats", "letters", length=5)
+        texts = page.write("the")
+        sentence = r"tiny is incomplete or was changed: 1,000 bytes of [\d,]+ arrived; reload the page\."
+        assert re.fullmatch(sentence, page.texts(".problem")[0])
+        assert re.fullmatch(r"chats is .*: ([\d,]+) bytes of \1 arrived; reload the page\.", page.texts(".problem")[1])
+        assert texts[:2] == ["", ""]
+        assert texts[2].startswith("the")
+    (folder / "models" / "0" / "tokenizer.json").unlink()
+    with served(folder) as address:  # at another port, and so without the files that the browser kept
+        page = Page(browser, address)
+        page.choose("tiny", length=5)
+        page.write("the")
+        assert page.texts(".problem") == ["tiny has no tokenizer: the server answered 404."]
+
+
+@needs_package
+def test_a_model_on_the_hub_is_loaded_from_it_at_one_commit(hub, chats, browser, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    push_to_hub.main([str(chats), "--repo_id", "me/chats", "--format", "onnx"])
+    demo.main(["me/chats", "--static", "page"])
+    assert not Path("page/models").exists()
+    [entry] = json.loads(Path("page/models.json").read_text())["models"]
+    remote = f"{constants.ENDPOINT}/me/chats/resolve/{hub['me/chats'].branches['main']}/"
+    assert entry["file"] == f"{remote}onnx/model.onnx"
+    capsys.readouterr()
+    with served(Path("page")) as address:
+        page = Page(browser, address)
+        page.choose(temperature=0, length=120)  # longer than the context
+        assert page.write("the") == [greedy(chats, "the", 120, capsys)]
+        names = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+        assert {name for name in names if not name.startswith(address)} == {entry["file"], f"{remote}tokenizer.json"}
+        page.choose(task="chat", length=5)
+        page.write("the")
+        assert page.texts(".note")[0].startswith("5 tokens")
+    push_to_hub.main(["me/chats", "--space", "me/page", "--static", "--cdn", "--onnx", "q8"])
+    assert capsys.readouterr().out.endswith("/spaces/me/page\n")
+    files = hub["spaces/me/page"].files()
+    assert files.keys() == {".gitattributes", "index.html", "page.js", "page.css", "models.json", "README.md"}
+    hosts = f"{constants.ENDPOINT} https://*.hf.co 'self' https://cdn.jsdelivr.net;"
+    assert f"connect-src {hosts}" in files["index.html"].decode()
+    assert f'"{remote}onnx/model_quantized.onnx"' in files["models.json"].decode()
+    assert SpaceCard(files["README.md"].decode()).data.sdk == "static"
+    hub["me/chats"].private = True
+    sentence = r"me/chats has no onnx/model\.onnx on the Hub that everyone can read; push it with --format onnx,"
+    assert_user_error(sentence, demo.main, ["me/chats", "--static", "page"])
 
 
 @needs_package
@@ -337,27 +352,16 @@ def static_page_text() -> str:
     return Path(static_page.__file__).with_suffix(".html").read_text()
 
 
-def test_a_page_with_a_cdn_is_published_as_a_static_space(hub, run, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    push_to_hub.main([str(run), "--space", "me/page", "--static", "--cdn", "--onnx", "q8"])
-    files = hub["spaces/me/page"].files()
-    assert files.keys() >= {"index.html", "page.js", "page.css", "models.json", "models/0/onnx/model_quantized.onnx"}
-    assert not [name for name in files if name.startswith("runtime/")]
-    assert b"connect-src 'self' https://cdn.jsdelivr.net;" in files["index.html"]
-    assert SpaceCard(files["README.md"].decode()).data.sdk == "static"
-    assert capsys.readouterr().out.endswith("/spaces/me/page\n")
-
-
 def test_a_wrong_package_or_registry_and_another_tokenizer_are_refused(run, tmp_path, monkeypatch):
     monkeypatch.setattr(static_page, "PACKAGE", tmp_path / "gpt2scratch" / static_page.PACKAGE.name)
     monkeypatch.setenv("npm_config_registry", (tmp_path / "registry").as_uri())
     sentence = rf"registry/onnxruntime-web/-/onnxruntime-web-{static_page.VERSION}\.tgz cannot be loaded \(.*add --cdn"
     assert_one_sentence(sentence, static_page.write_runtime, tmp_path / "runtime")
-    package = tmp_path / "registry" / "onnxruntime-web" / "-" / f"onnxruntime-web-{static_page.VERSION}.tgz"
+    package = tmp_path / "registry" / "onnxruntime-web" / "-" / static_page.PACKAGE.name
     package.parent.mkdir(parents=True)
     package.write_bytes(b"another")
-    assert_one_sentence("is not onnxruntime-web", static_page.write_runtime, tmp_path / "runtime")
-    assert not (tmp_path / "gpt2scratch").exists()
+    assert_one_sentence("cannot be loaded \\(invalid hash value", static_page.write_runtime, tmp_path / "runtime")
+    assert not [*(tmp_path / "gpt2scratch").iterdir()]
     monkeypatch.setattr(static_page, "unusual_parts", lambda tokenizer: ["normalizer NFC()"])
     sentence = r"tiny cannot run in a browser: its tokenizer has normalizer NFC\(\), but the page supports"
     assert_user_error(sentence, demo.main, [str(run), "--static", str(tmp_path / "page")])
