@@ -154,25 +154,23 @@ def find_models(name: str) -> tuple[list[DemoModel], list[str], list[str]]:
 def publish(options: DemoArguments) -> None:
     """Write the files of a static page, or of a Space in runs/spaces/. Upload them to the Space, if one is given, unless
     this is a dry run."""
-    is_static = options.static is not None
-    space = Repository(options.space or "", "space", options.private, sdk="static" if is_static else "gradio")
+    sdk = "gradio" if options.static is None else "static"
+    space = Repository(options.space or "", "space", options.private, sdk=sdk)
     title = space.id.partition("/")[2] or "Language models"
-    folder = Path(options.static if is_static else f"runs/spaces/{title}")
+    folder = Path(options.static or f"runs/spaces/{title}")
     if space.id and not options.dry_run:
         check_access(space)
-        check_models([] if is_static else [name.partition("@")[0] for name in options.models])
-    if is_static:
+    if sdk == "gradio":
+        if not options.dry_run:
+            check_models([name.partition("@")[0] for name in options.models])
+        assemble_space(options.models, folder, title)
+    else:
         from publishing.static_page import write_page  # needs the extra onnx
 
         groups, examples, _ = find_all(options.models)
-        write_page(
-            [first for first, *_ in groups], folder, title, options.examples or examples, options.onnx, options.cdn
-        )
-        write_card(
-            folder, SpaceCardData(title=title, sdk="static", short_description="Models that run in your browser")
-        )
-    else:
-        assemble_space(options.models, folder, title)
+        entries = [first for first, *_ in groups]
+        write_page(entries, folder, title, options.examples or examples, options.onnx, options.cdn)
+        write_card(folder, SpaceCardData(title=title, sdk=sdk, short_description="Models that run in your browser"))
     if not space.id:
         print(f"Wrote {folder}: serve it with python -m http.server -d {folder}")
     elif options.dry_run:

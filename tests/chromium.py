@@ -28,3 +28,28 @@ def started(profile: Path, *flags: str):
         yield chromium
     finally:
         chromium.quit()
+
+
+class Page:
+    """A page in the browser, whose script has started when `is_ready` returns true."""
+
+    is_ready: str
+
+    def __init__(self, browser, address: str):
+        self.browser = browser
+        browser.get(address)
+        self.wait_for(self.is_ready)
+
+    def wait_for(self, script: str):
+        """Return the first result of `script` that is neither false nor null."""
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        return WebDriverWait(self.browser, 60, poll_frequency=0.02).until(lambda it: it.execute_script(script))
+
+    def texts(self, selector: str) -> list[str]:
+        elements = self.browser.find_elements("css selector", f":is(article, .card) {selector}")
+        return [element.get_property("textContent") for element in elements]
+
+    def requests(self) -> list[str]:
+        """Return the addresses of everything that the page loaded."""
+        return self.browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")

@@ -10,7 +10,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
@@ -101,6 +101,10 @@ def serving() -> Iterator[tuple[Hub, str]]:
         server.server_close()
 
 
+class RequestError(Exception):
+    """The request was answered with an error."""
+
+
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize = -1  # send a response in one piece
@@ -112,27 +116,27 @@ class Handler(BaseHTTPRequestHandler):
     def handle_any(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((self.command, path))
-        body = self.body()
-        is_public = self.command != "POST" or path == "/api/validate-yaml"
-        if body is None or not (is_public or self.is_known()):
-            return
-        for pattern, answer in ROUTES[self.command]:
-            if found := re.fullmatch(pattern, path):
-                answer(self, body, **found.groupdict())
-                return
-        self.answer(404, {"error": f"no such address: {self.command} {path}"})
+        with suppress(RequestError):
+            body = self.body()
+            if self.command == "POST" and path != "/api/validate-yaml":
+                self.require_login()
+            for pattern, answer in ROUTES[self.command]:
+                if found := re.fullmatch(pattern, path):
+                    answer(self, body, **found.groupdict())
+                    return
+            self.answer(404, {"error": f"no such address: {self.command} {path}"})
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_any  # noqa: N815
 
-    def body(self) -> bytes | None:
-        """Return the body of the request; None if the connection was cut on purpose."""
+    def body(self) -> bytes:
+        """Return the body of the request, or cut the connection."""
         length = int(self.headers.get("Content-Length", 0))
         if self.command == "PUT" and self.hub.cut_uploads:
             self.hub.cut_uploads -= 1
             self.hub.bodies.append(self.rfile.read(length // 2))
             self.close_connection = True
             self.connection.close()
-            return None
+            raise RequestError
         body = self.rfile.read(length)
         if self.command == "PUT":
             self.hub.hold.wait()
@@ -156,36 +160,31 @@ class Handler(BaseHTTPRequestHandler):
     def refuse(self, status: int, message: str, code: str = "") -> None:
         headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
         self.answer(status, {"error": message}, headers)
+        raise RequestError
 
     @property
     def base(self) -> str:
         return f"http://{self.headers['Host']}"
 
-    def is_known(self) -> bool:
-        if self.headers.get("Authorization") == f"Bearer {TOKEN}":
-            return True
-        self.refuse(401, "Invalid username or password.")
-        return False
+    def require_login(self) -> None:
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self.refuse(401, "Invalid username or password.")
 
-    def repository(self, kind: str, name: str) -> Repository | None:
+    def repository(self, kind: str, name: str) -> Repository:
         repository = self.hub.repositories.get(f"{kind}/{name}")
-        hidden = repository is not None and repository.private and "Authorization" not in self.headers
-        if repository is None or hidden:
+        if repository is None or (repository.private and "Authorization" not in self.headers):
             self.refuse(404, "Repository not found", "RepoNotFound")
-            return None
         return repository
 
-    def at(self, kind: str, name: str, revision: str) -> tuple[str, dict[str, File]] | None:
-        if (repository := self.repository(kind, name)) is None:
-            return None
+    def at(self, kind: str, name: str, revision: str) -> tuple[str, dict[str, File]]:
+        repository = self.repository(kind, name)
         if (sha := repository.sha(revision)) is None:
             self.refuse(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-            return None
         return sha, repository.commits[sha]
 
     def whoami(self, body: bytes) -> None:
-        if self.is_known():
-            self.answer(200, self.hub.user)
+        self.require_login()
+        self.answer(200, self.hub.user)
 
     def create(self, body: bytes) -> None:
         asked = json.loads(body)
@@ -201,39 +200,37 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, {"url": f"{self.base}/{PREFIX[key.split('/')[0]]}{name}", "id": name})
 
     def info(self, body: bytes, kind: str, name: str, revision: str | None = None) -> None:
-        if (found := self.at(kind, name, revision or "main")) is not None:
-            sha, files = found
-            siblings = [{"rfilename": path} for path in files]
-            private = self.hub.repositories[f"{kind}/{name}"].private
-            self.answer(200, {"id": name, "sha": sha, "private": private, "siblings": siblings, "tags": []})
+        sha, files = self.at(kind, name, revision or "main")
+        siblings = [{"rfilename": path} for path in files]
+        private = self.hub.repositories[f"{kind}/{name}"].private
+        self.answer(200, {"id": name, "sha": sha, "private": private, "siblings": siblings, "tags": []})
 
     def tree(self, body: bytes, kind: str, name: str, revision: str, folder: str | None = None) -> None:
-        if (found := self.at(kind, name, revision)) is not None:
-            inside = f"{folder}/" if folder else ""
-            below = {path.removeprefix(inside): file for path, file in found[1].items() if path.startswith(inside)}
-            folders = {path.split("/")[0] for path in below if "/" in path}
-            if "recursive=true" in self.path:
-                folders = set()
-            entries = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": inside + path} for path in folders]
-            for path, file in below.items():
-                if folders and "/" in path:
-                    continue
-                entry = {"type": "file", "path": inside + path, "size": len(file.content), "oid": file.oid}
-                if file.is_lfs:
-                    entry["lfs"] = {"oid": file.sha256, "size": len(file.content), "pointerSize": 134}
-                entries.append(entry)
-            self.answer(200, entries)
+        _, files = self.at(kind, name, revision)
+        inside = f"{folder}/" if folder else ""
+        below = {path.removeprefix(inside): file for path, file in files.items() if path.startswith(inside)}
+        folders = {path.split("/")[0] for path in below if "/" in path}
+        if "recursive=true" in self.path:
+            folders = set()
+        entries = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": inside + path} for path in folders]
+        for path, file in below.items():
+            if folders and "/" in path:
+                continue
+            entry = {"type": "file", "path": inside + path, "size": len(file.content), "oid": file.oid}
+            if file.is_lfs:
+                entry["lfs"] = {"oid": file.sha256, "size": len(file.content), "pointerSize": 134}
+            entries.append(entry)
+        self.answer(200, entries)
 
     def refs(self, body: bytes, kind: str, name: str) -> None:
-        if (repository := self.repository(kind, name)) is not None:
-            named = repository.branches.items()
-            branches = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": sha} for name, sha in named]
-            self.answer(200, {"branches": branches, "tags": [], "converts": []})
+        named = self.repository(kind, name).branches.items()
+        branches = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": sha} for name, sha in named]
+        self.answer(200, {"branches": branches, "tags": [], "converts": []})
 
     def branch(self, body: bytes, kind: str, name: str, branch: str) -> None:
-        if (repository := self.repository(kind, name)) is not None:
-            repository.branches[branch] = repository.sha(json.loads(body or b"{}").get("startingPoint", "main"))
-            self.answer(201, {})
+        repository = self.repository(kind, name)
+        repository.branches[branch] = repository.sha(json.loads(body or b"{}").get("startingPoint", "main"))
+        self.answer(201, {})
 
     def validate(self, body: bytes) -> None:
         content = json.loads(body)["content"]
@@ -243,12 +240,11 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, {"errors": [], "warnings": []})
 
     def preupload(self, body: bytes, kind: str, name: str, revision: str) -> None:
-        if (found := self.at(kind, name, revision)) is None:
-            return
+        _, published = self.at(kind, name, revision)
         files = []
         for asked in json.loads(body)["files"]:
             mode = "lfs" if asked["path"].endswith(LARGE) else "regular"
-            there = found[1].get(asked["path"])
+            there = published.get(asked["path"])
             oid = there and (there.sha256 if there.is_lfs else there.oid)
             files.append({"path": asked["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self.answer(200, {"files": files})
@@ -266,8 +262,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {})
 
     def commit(self, body: bytes, kind: str, name: str, revision: str) -> None:
-        if (repository := self.repository(kind, name)) is None:
-            return
+        repository = self.repository(kind, name)
         files = dict(repository.commits[repository.branches[revision]])
         for line in body.splitlines():
             item = json.loads(line)
@@ -282,15 +277,12 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {"commitUrl": f"{self.base}/{PREFIX[kind]}{name}/commit/{sha}", "commitOid": sha})
 
     def resolve(self, body: bytes, name: str, revision: str, path: str, prefix: str | None = None) -> None:
-        if (found := self.at((prefix or "models/").rstrip("/"), name, revision)) is None:
-            return
-        sha, files = found
+        sha, files = self.at((prefix or "models/").rstrip("/"), name, revision)
         if path not in files:
             self.answer(404, None, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha})
             return
         if path in self.hub.secret:
             self.refuse(403, "")
-            return
         file, status, start, stop = files[path], 200, 0, None
         etag = file.sha256 if file.is_lfs else file.oid
         headers = {"X-Repo-Commit": sha, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}

@@ -21,6 +21,7 @@ pytest.importorskip("gradio", reason="the demo needs gradio")
 from huggingface_hub import HfApi, SpaceCard
 
 import generate
+from chromium import Page
 from common.errors import UserError
 from conftest import REPOSITORY, assert_user_error, prose
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
@@ -65,19 +66,8 @@ def address(run, letters):
         yield address
 
 
-class Page:
-    def __init__(self, browser, address: str):
-        self.browser = browser
-        browser.get(address)
-        self.wait_for("return document.querySelector('.tab:has(.card.empty) .settings')?.checkVisibility()")
-
-    def wait_for(self, script: str):
-        """Return the first result of `script` that is neither false nor null."""
-        from selenium.webdriver.support.ui import WebDriverWait
-
-        return WebDriverWait(self.browser, 60, poll_frequency=0.02).until(
-            lambda browser: browser.execute_script(script)
-        )
+class DemoPage(Page):
+    is_ready = "return document.querySelector('.tab:has(.card.empty) .settings')?.checkVisibility()"
 
     def fill(self, selector: str, text: str) -> None:
         from selenium.webdriver.common.keys import Keys
@@ -102,10 +92,6 @@ class Page:
             "&& !document.body.textContent.includes('Waiting')"
         )
 
-    def texts(self, element_name: str) -> list[str]:
-        elements = self.browser.find_elements("css selector", f".card {element_name}")
-        return [element.get_property("textContent") for element in elements]
-
 
 def greedy(model: Path, prompt: str, number: int, capsys) -> str:
     generate.main([str(model), "--prompt", prompt, "--max_new_tokens", str(number), "--temperature", "0"])
@@ -113,7 +99,7 @@ def greedy(model: Path, prompt: str, number: int, capsys) -> str:
 
 
 def test_both_models_write_the_text_of_generate_and_the_page_loads_nothing_else(address, browser, run, letters, capsys):
-    page = Page(browser, address)
+    page = DemoPage(browser, address)
     assert page.texts("h2") == ["tiny", "letters"]
     about = r"11,648 parametersstep 3validation loss \d\.\d\d\d\.\d\d bits per byte"
     assert re.fullmatch(about, page.texts("header ul")[0])
@@ -125,13 +111,12 @@ def test_both_models_write_the_text_of_generate_and_the_page_loads_nothing_else(
     assert page.texts(".text") == [greedy(model, "The", 40, capsys) for model in (run, letters)]  # exceeds the context
     assert page.texts(".prompt") == ["The", "The"]
     assert re.fullmatch(r"40 tokens[\d,]+ tokens/s", page.texts("footer")[1])
-    addresses = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
-    assert addresses
-    assert all(name.startswith(address) for name in addresses)
+    assert page.requests()
+    assert all(name.startswith(address) for name in page.requests())
 
 
 def test_stop_ends_the_generation(address, browser):
-    page = Page(browser, address)
+    page = DemoPage(browser, address)
     page.set(length="1000")
     page.click(".start")
     page.wait_for("return document.querySelectorAll('.card')[1].querySelector('.new')?.textContent.length > 5")
@@ -147,7 +132,7 @@ def test_stop_ends_the_generation(address, browser):
 
 
 def test_an_example_fills_the_prompt_and_an_unknown_character_is_reported(address, browser):
-    page = Page(browser, address)
+    page = DemoPage(browser, address)
     page.fill("#prompt textarea", "something else")
     page.click(".chip")
     page.wait_for("return document.querySelector('#prompt textarea')?.value === 'the'")
@@ -175,7 +160,7 @@ def model_at(folder: Path) -> demo_page.DemoModel:
 
 
 def test_losses_and_chats_are_shown_as_plain_text(address, browser):
-    page, text = Page(browser, address), "The <b>é</b>{{1}}${1}"
+    page, text = DemoPage(browser, address), "The <b>é</b>{{1}}${1}"
     page.click("[role=tab]:nth-of-type(3)")
     for line in (text, "The the"):
         page.fill("#text textarea", line)
@@ -304,7 +289,7 @@ def test_the_app_of_a_space_runs_from_its_folder_alone(run, letters, browser, tm
     models = [shutil.copytree(run / "model", tmp_path / "a"), letters]
     folder = assemble_space([str(model) for model in models], tmp_path / "space", title="Two of them")
     with served(["app.py"], folder) as address:
-        page = Page(browser, address)
+        page = DemoPage(browser, address)
         assert page.browser.title == "Two of them"
         page.set(temperature="0", length="20")
         page.fill("#prompt textarea", "The")

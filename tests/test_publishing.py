@@ -222,11 +222,9 @@ def test_code_of_a_folder_runs_only_when_trusted_and_in_isolation(run, tmp_path,
     location_code = "FOLDER = json.loads(Path(sys.argv[1]).read_text())['model']\n"
     head, remainder = code.read_text().split("import torch\n", 1)
     imports = "import json, os, socket, subprocess, sys\nfrom pathlib import Path\nimport torch\n"
-    code.write_text(f"{head}{imports}{definitions}{location_code}{ISOLATED}{remainder}")
+    code.write_text(f"{head}{imports}{definitions}{location_code}{ISOLATED}{remainder}{TRY_ALL}")
     assert_refused(folder, r"modeling_gpt2scratch\.py does not match any version of this project; read it, then add --")
     assert not (tmp_path / "custom-hub").exists()
-    push(folder, "--dry_run", "--trust_folder_code")
-    code.write_text(code.read_text() + TRY_ALL)
     sentence = error_of(push, folder, "--dry_run", "--trust_folder_code")
     assert re.findall(r"The model's code tries to (.*?)\.", sentence) == [*ATTEMPTS.values()]
 
@@ -251,30 +249,25 @@ def test_the_hashes_of_the_current_code_are_recorded():
     assert [names_by_hash[hashlib.sha256((OUR_CODE / name).read_bytes()).hexdigest()] for name in CODE] == list(CODE)
 
 
-def test_a_loss_that_differs_from_the_run_or_cannot_be_compared_is_reported(run, a_copy, capsys):
+def test_a_loss_that_differs_from_the_run_or_cannot_be_compared_is_reported(a_copy, monkeypatch, capsys):
     expected = verify.expect(PublishedModel.read(find_folder(a_copy, None)))
-    location, answer = (
-        verify.Location(str(a_copy), True),
-        {"wrong_keys": [], "vocabulary": 300, "prompt": "a", "text": "b"},
-    )
+    answer = {"wrong_keys": [], "vocabulary": 300, "prompt": "a", "text": "b", "targets": [1, 1]}
     logits = torch.cat([expected.logits, expected.logits[-1:]])
 
-    def check(expected, nats: list[float]) -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                verify, "_run_isolated", lambda *parts: (answer | {"nats": nats, "targets": [1] * len(nats)}, logits)
-            )
-            verify.verify(location, expected)
+    def check(expected, *changes: float) -> None:
+        losses = {"nats": [expected.run_loss + change for change in changes]} if changes else {"targets": []}
+        monkeypatch.setattr(verify, "_run_isolated", lambda *parts: (answer | losses, logits))
+        verify.verify(verify.Location(str(a_copy), True), expected)
 
-    check(expected, [expected.run_loss + 0.009] * 2)
-    far = [expected.run_loss + 0.02] * 2
-    assert_user_error(r"has a validation loss of [\d.]+ in a fresh process, but the run recorded", check, expected, far)
+    check(expected, 0.009, 0.009)
+    sentence = r"has a validation loss of [\d.]+ in a fresh process, but the run recorded"
+    assert_user_error(sentence, check, expected, 0.02, 0.02)
     sample = replace(expected, is_sample=True)
-    check(sample, [expected.run_loss - 0.4, expected.run_loss + 0.5])  # within five standard errors
-    assert_user_error("has a validation loss of", check, sample, far)
+    check(sample, -0.4, 0.5)  # within five standard errors
+    assert_user_error(sentence, check, sample, 0.02, 0.02)
     config = a_copy / "config.yaml"
     config.write_text(re.sub(r"^data: .*$", f"data: {a_copy / 'gone'}", config.read_text(), flags=re.MULTILINE))
-    check(verify.expect(PublishedModel.read(find_folder(a_copy, None))), [])
+    check(verify.expect(PublishedModel.read(find_folder(a_copy, None))))
     assert f"the text or token store of the run, {a_copy / 'gone'}, no longer exists" in capsys.readouterr().out
 
 
@@ -283,6 +276,8 @@ def test_a_modern_model_with_an_untied_head_and_masked_documents_is_verified(tra
     run = train(tmp_path / "run", "--mask_documents", **flags)
     push(run, "--dry_run", "--format", "both")
     output, card = capsys.readouterr().out, (run / "hub" / "README.md").read_text()
+    files = set(published_files(run / "hub"))
+    assert files == ALWAYS | {f"native/{name}" for name in ALWAYS if name.endswith((".json", ".safetensors"))}
     assert "as Transformers' own Apertus" in card
     assert "optional package `xielu`: do not install it" in card
     assert re.search(r"logits differ by 0.0e\+00, validation loss ([\d.]+) \(run: \1\)", output)
@@ -388,6 +383,8 @@ def test_the_card_is_built_from_an_edited_report_or_a_report_of_an_older_version
 def test_a_card_names_its_branch_and_the_native_and_gguf_files(run):
     branch = Repository("me/tiny", branch="step0000002-tokens128")
     card = model_card(PublishedModel.read(find_folder(run, "2")), branch, FolderArguments(["both"]), [GGUF])
+    assert "as Transformers' own GPT-2" in card
+    assert "xielu" not in card
     assert card.count('"me/tiny", revision="step0000002-tokens128", trust_remote_code=True') == 5
     assert '("me/tiny", subfolder="native")' in card
     assert "for llama.cpp: `llama-completion -hf me/tiny:F16 -p ...`. On 256 tokens" in card
@@ -449,23 +446,19 @@ def test_generated_text_cannot_end_its_code_block_in_the_report(tmp_path):
 
 def test_publishing_works_end_to_end(launch, run, hub, tmp_path, capsys):
     """The upload contains no secret, no local path and no unrequested file, and the examples of the card work."""
-    push(run, "--private", "--format", "both")
+    push(run, "--private")
     captured = capsys.readouterr()
     assert captured.out.count("Verified in a fresh process") == 2
     assert "(from the Hub)" in captured.out
     assert captured.out.endswith(f"Published: {constants.ENDPOINT}/me/tiny\n")
     assert TOKEN not in captured.out + captured.err
     files = hub["me/tiny"].files()
-    native = {f"native/{name}" for name in ALWAYS if name.endswith((".json", ".safetensors"))}
-    assert files.keys() == ALWAYS | {".gitattributes"} | native
+    assert files.keys() == ALWAYS | {".gitattributes"}
     assert hub["me/tiny"].private
     upload_bytes = b"".join(hub.bodies)
     for secret in (TOKEN, str(run), str(run.parent), str(Path.home()), "training_state", "optimizer.safetensors"):
         assert secret.encode() not in upload_bytes, secret
-    card = files["README.md"].decode()
-    assert "as Transformers' own GPT-2" in card
-    assert "xielu" not in card
-    blocks = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", files["README.md"].decode(), flags=re.DOTALL)
     assert len(blocks) == 3
     code = "import sys; sys.modules['modeling_gpt2scratch'] = None\n" + "\n".join(blocks)
     job = launch("-P", "-c", code, folder=tmp_path, **online(constants.ENDPOINT, tmp_path / "home"))
