@@ -39,10 +39,14 @@ class CachedModel(nn.Module):
         return (logits, *(tensor for layer in cache.layers for tensor in (layer.keys, layer.values)))
 
 
-def check_onnx(folder: Path, kinds: list[str]) -> None:
-    """Raise a `UserError` if a package is missing, or a file would be too large for a browser."""
+def check_packages() -> None:
     if not all(map(find_spec, ("onnx", "onnxruntime", "onnxscript"))):
         raise UserError("Writing ONNX needs the package onnxruntime and others: run pip install -e '.[onnx]'.")
+
+
+def check_onnx(folder: Path, kinds: list[str]) -> None:
+    """Raise a `UserError` if a package is missing, or a file would be too large for a browser."""
+    check_packages()
     with model_errors(), torch.device("meta"):
         model = GPT2ScratchForCausalLM(GPT2ScratchConfig.from_dict(read_model_config(folder)))
     kind = max(kinds, key=BYTES.get)

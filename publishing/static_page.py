@@ -21,7 +21,7 @@ from modeling_gpt2scratch.prompts import turn_end
 from publishing.demo_models import DemoModel
 from publishing.gguf_file import unusual_parts
 from publishing.onnx_file import FILES as ONNX
-from publishing.onnx_file import check_onnx, write_onnx
+from publishing.onnx_file import check_onnx, check_packages, write_onnx
 from publishing.published_model import PublishedModel, find_folder
 from publishing.upload import hub_errors
 from publishing.verify import expect
@@ -47,6 +47,7 @@ def write_page(
 ) -> None:
     """Write the page for models with ONNX files of type `kind`, replacing an earlier page. It loads models on the Hub
     from there, and with `use_cdn` onnxruntime-web from a CDN. Raise a `UserError` if a model cannot run in a browser."""
+    check_packages()
     models = [_local(entry, kind) if Path(entry.source).exists() else _on_hub(entry, kind) for entry in entries]
     renew(destination, "static page", FILES)
     runtime = f"{CDN}/npm/onnxruntime-web@{VERSION}/dist/" if use_cdn else "runtime/"

@@ -23,7 +23,10 @@ ONNX = {"onnx/model.onnx", "onnx/model_quantized.onnx"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
 ROTARY = {"rope_parameters": MODERN["rope_parameters"]}
 MODELS = {
-    "rotary GPT-2 of characters without a twin": (test_native.characters, ROTARY | {"activation_function": "relu"}),
+    "rotary GPT-2 of characters without a twin": (
+        test_native.characters,
+        ROTARY | {"activation_function": "relu", "n_layer": 1},
+    ),
     "tied modern with a context of 4": (
         test_native.bpe,
         MODERN | {"n_head": 4, "n_positions": 4, "tie_word_embeddings": True},

@@ -18,7 +18,7 @@ from huggingface_hub import SpaceCard, constants
 
 import generate
 import push_to_hub
-from chromium import started
+from chromium import Page, started
 from conftest import MODERN, assert_one_sentence, assert_user_error, prose
 from modeling_gpt2scratch.prompts import chat_ids, load_with_tokenizer
 from publishing import demo
@@ -26,7 +26,7 @@ from publishing.demo_models import DemoModel, score
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is an extra")
 
-from publishing import static_page
+from publishing import onnx_file, static_page
 
 needs_package = pytest.mark.skipif(not static_page.PACKAGE.is_file(), reason="onnxruntime-web was not downloaded")
 
@@ -35,7 +35,7 @@ needs_package = pytest.mark.skipif(not static_page.PACKAGE.is_file(), reason="on
 def chats(tmp_path_factory):
     """A random chat model."""
     folder = tmp_path_factory.mktemp("models") / "chats"
-    test_native.model_folder(folder, test_native.bpe(), n_positions=96, **MODERN)
+    test_native.model_folder(folder, test_native.bpe(), seed=2, n_layer=1, n_positions=96, **MODERN)
     return folder
 
 
@@ -43,7 +43,7 @@ def chats(tmp_path_factory):
 def letters(tmp_path_factory):
     """A random model of characters."""
     folder = tmp_path_factory.mktemp("models") / "letters"
-    test_native.model_folder(folder, test_native.character_tokenizer([prose(0, 200), "<>"]))
+    test_native.model_folder(folder, test_native.character_tokenizer([prose(0, 200), "<>"]), n_layer=1)
     return folder
 
 
@@ -70,25 +70,8 @@ def address(page_folder):
         yield address
 
 
-class Page:
-    def __init__(self, browser, address: str):
-        self.browser = browser
-        browser.get(address)
-        self.wait_for(
-            "return document.querySelector('#models input') && document.querySelector('#backend').textContent"
-        )
-
-    def wait_for(self, script: str):
-        from selenium.webdriver.support.ui import WebDriverWait
-
-        return WebDriverWait(self.browser, 60, poll_frequency=0.02).until(lambda it: it.execute_script(script))
-
-    def run_async(self, script: str, *arguments):
-        self.browser.set_script_timeout(120)
-        script = (
-            f"const [done, ...values] = [[...arguments].pop(), ...arguments]; (async () => {{ {script} }})().then(done)"
-        )
-        return self.browser.execute_async_script(script, *arguments)
+class StaticPage(Page):
+    is_ready = "return document.querySelector('#models input')"
 
     def choose(self, *names: str, task: str = "continue", **settings) -> None:
         for box in self.browser.find_elements("css selector", "#models:not([hidden]) label"):
@@ -110,10 +93,6 @@ class Page:
     def wait_until_done(self) -> None:
         self.wait_for("return document.querySelector('#stop').hidden")
 
-    def texts(self, part: str) -> list[str]:
-        elements = self.browser.find_elements("css selector", f"article {part}")
-        return [element.get_property("textContent") for element in elements]
-
 
 def greedy(model: Path, prompt: str, number: int, capsys) -> str:
     generate.main([str(model), "--prompt", prompt, "--max_new_tokens", str(number), "--temperature", "0"])
@@ -124,7 +103,7 @@ def greedy(model: Path, prompt: str, number: int, capsys) -> str:
 def test_texts_side_by_side_are_those_of_generate_and_the_page_loads_nothing_else(
     address, browser, run, chats, letters, capsys
 ):
-    page = Page(browser, address)
+    page = StaticPage(browser, address)
     page.choose("tiny", "chats", "letters", temperature=0, length=40)
     words = prose(3, 200).lower().replace(".", "").split()
     for i in range(7):
@@ -134,9 +113,8 @@ def test_texts_side_by_side_are_those_of_generate_and_the_page_loads_nothing_els
     assert re.fullmatch(r"11,648 parameters · step 3 · validation loss \d\.\d\d · .*", page.texts(".facts")[0])
     assert re.fullmatch(r"40 tokens · \d+ tokens/s", page.texts(".note")[0])
     assert page.texts("mark") == [prompt] * 3
-    names = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
-    assert len(names) > 5
-    assert all(name.startswith(address) for name in names)
+    assert len(page.requests()) > 5
+    assert all(name.startswith(address) for name in page.requests())
     assert browser.find_element("id", "backend").text == "WebAssembly"
     page.choose("tiny", temperature=1, seed=7)
     once, again = page.write("the"), page.write("the")
@@ -147,7 +125,7 @@ def test_texts_side_by_side_are_those_of_generate_and_the_page_loads_nothing_els
 
 @needs_package
 def test_a_text_streams_and_can_be_stopped(address, browser):
-    page = Page(browser, address)
+    page = StaticPage(browser, address)
     page.choose("letters", length=100_000)
     page.start("the")
     page.wait_for("return document.querySelector('.text')?.textContent.length > 30")
@@ -169,12 +147,12 @@ PIECES = [
 def test_ids_are_those_of_python_for_2000_texts(address, browser, chats):
     choice = random.Random(0).choice
     texts = ["".join(choice((choice(PIECES), choice(CHARACTERS))) for _ in range(i % 40)) for i in range(2000)]
-    page = Page(browser, address)
+    page = StaticPage(browser, address)
     page.choose("chats")
     page.write("the")
     _, tokenizer = load_with_tokenizer(chats)
-    script = "return values[0].map((text) => { const { tokenizer } = demo.models[1], ids = tokenizer.encode(text); return [ids, tokenizer.decode(ids)]; })"
-    for text, (ids, decoded) in zip(texts, page.run_async(script, texts), strict=True):
+    script = "return arguments[0].map((text) => { const { tokenizer } = demo.models[1], ids = tokenizer.encode(text); return [ids, tokenizer.decode(ids)]; })"
+    for text, (ids, decoded) in zip(texts, browser.execute_script(script, texts), strict=True):
         assert ids == tokenizer.encode(text), ascii(text)
         assert decoded == tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd")
 
@@ -182,7 +160,7 @@ def test_ids_are_those_of_python_for_2000_texts(address, browser, chats):
 @needs_package
 @pytest.mark.parametrize("system", ["", "<|im_end|> in\n"])
 def test_a_chat_has_the_ids_of_python_and_is_answered(system, address, browser, chats):
-    page = Page(browser, address)
+    page = StaticPage(browser, address)
     page.choose("chats", task="chat", temperature=0, length=10, system=system)
     model, tokenizer = load_with_tokenizer(chats)
     answers, messages = [], []
@@ -222,7 +200,7 @@ def test_chat_parts_are_known_only_for_templates_that_write_messages_one_after_a
 
 @needs_package
 def test_losses_are_those_of_the_gradio_page(address, browser, run, chats):
-    page, text = Page(browser, address), "The é🙂 of the <b>"
+    page, text = StaticPage(browser, address), "The é🙂 of the <b>"
     page.choose("tiny", "chats", task="watch")
     assert page.write(text)[:2] == [text, text]
     for name, folder, note in zip(("tiny", "chats"), (run / "model", chats), page.texts(".note"), strict=False):
@@ -238,7 +216,7 @@ def test_losses_are_those_of_the_gradio_page(address, browser, run, chats):
 
 @needs_package
 def test_a_long_prompt_and_html_and_an_unknown_character_are_shown_as_typed(address, browser):
-    page, prompt = Page(browser, address), "<img src=x onerror=alert(1)>" + "the of and " * 20
+    page, prompt = StaticPage(browser, address), "<img src=x onerror=alert(1)>" + "the of and " * 20
     page.choose("tiny", "letters", length=3, temperature=0)
     texts = page.write(prompt)
     assert texts[0].startswith(prompt)
@@ -253,11 +231,11 @@ def test_a_long_prompt_and_html_and_an_unknown_character_are_shown_as_typed(addr
 def test_the_page_works_without_a_network_once_loaded(page_folder, browser):
     texts = []
     with served(page_folder) as address:
-        page = Page(browser, address)
+        page = StaticPage(browser, address)
         page.choose("tiny", temperature=0, length=20)
         texts.append(page.write("the"))
         page.wait_for("return navigator.serviceWorker.controller")
-    page = Page(browser, address)
+    page = StaticPage(browser, address)
     page.choose("tiny", temperature=0, length=20)
     assert page.write("the") == texts[0]
 
@@ -271,7 +249,7 @@ def test_a_damaged_model_gives_a_sentence_and_the_others_work(page_folder, brows
     content[-1] ^= 1
     files[1].write_bytes(content)
     with served(folder) as address:
-        page = Page(browser, address)
+        page = StaticPage(browser, address)
         page.choose("tiny", "chats", "letters", length=5)
         texts = page.write("the")
         sentence = r"tiny is incomplete or was changed: 1,000 bytes of [\d,]+ arrived; reload the page\."
@@ -281,7 +259,7 @@ def test_a_damaged_model_gives_a_sentence_and_the_others_work(page_folder, brows
         assert texts[2].startswith("the")
     (folder / "models" / "0" / "tokenizer.json").unlink()
     with served(folder) as address:  # at another port, and so without the files that the browser kept
-        page = Page(browser, address)
+        page = StaticPage(browser, address)
         page.choose("tiny", length=5)
         page.write("the")
         assert page.texts(".problem") == ["tiny has no tokenizer: the server answered 404."]
@@ -299,11 +277,13 @@ def test_a_model_on_the_hub_is_loaded_from_it_at_one_commit(hub, chats, browser,
     assert entry["file"] == f"{remote}onnx/model.onnx"
     capsys.readouterr()
     with served(Path("page")) as address:
-        page = Page(browser, address)
+        page = StaticPage(browser, address)
         page.choose(temperature=0, length=120)  # longer than the context
         assert page.write("the") == [greedy(chats, "the", 120, capsys)]
-        names = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
-        assert {name for name in names if not name.startswith(address)} == {entry["file"], f"{remote}tokenizer.json"}
+        assert {name for name in page.requests() if not name.startswith(address)} == {
+            entry["file"],
+            f"{remote}tokenizer.json",
+        }
         page.choose(task="chat", length=5)
         page.write("the")
         assert page.texts(".note")[0].startswith("5 tokens")
@@ -318,16 +298,15 @@ def test_a_model_on_the_hub_is_loaded_from_it_at_one_commit(hub, chats, browser,
     hub["me/chats"].private = True
     sentence = r"me/chats has no onnx/model\.onnx on the Hub that everyone can read; push it with --format onnx,"
     assert_user_error(sentence, demo.main, ["me/chats", "--static", "page"])
+    monkeypatch.setattr(onnx_file, "find_spec", lambda name: None)
+    assert_user_error(r"run pip install -e '\.\[onnx\]'\.$", demo.main, ["me/chats", "--static", "page"])
 
 
 @needs_package
 @pytest.mark.parametrize("flags", ["--js-flags=--jitless", "--js-flags=--no-enable-sse4-1 --no-enable-sse3"])
 def test_a_browser_without_webassembly_or_simd_gives_a_sentence(flags, address, tmp_path):
     with started(tmp_path, flags) as old_browser:
-        old_browser.get(address)
-        page = Page.__new__(Page)
-        page.browser = old_browser
-        page.wait_for("return document.querySelector('#models input')")
+        page = StaticPage(old_browser, address)
         page.choose("tiny")
         page.write("the")
         assert page.texts(".problem")[0].startswith("This browser lacks WebAssembly with SIMD, which the models need;")
@@ -335,15 +314,13 @@ def test_a_browser_without_webassembly_or_simd_gives_a_sentence(flags, address, 
 
 @needs_package
 def test_the_policy_forbids_code_in_texts_and_other_hosts(address, browser):
-    page = Page(browser, address)
+    browser.get(address)
     code = "const it = document.createElement('script'); it.textContent = 'globalThis.ran = 1'; document.body.append(it); return globalThis.ran"
     assert browser.execute_script(code) is None
     evaluated = "const it = document.createElement('a'); it.setAttribute('onclick', 'globalThis.ran = 1'); it.click(); return globalThis.ran"
     assert browser.execute_script(evaluated) is None
-    assert (
-        page.run_async("return fetch('http://127.0.0.1:9/').then(() => 'sent', (error) => error.message)")
-        == "Failed to fetch"
-    )
+    request = "return fetch('http://127.0.0.1:9/').then(() => 'sent', (error) => error.message)"
+    assert browser.execute_script(request) == "Failed to fetch"
     [policy] = re.findall('http-equiv="Content-Security-Policy" content="(.*?)"', static_page_text())
     assert "unsafe" not in policy.replace("'wasm-unsafe-eval'", "")
 

@@ -20,8 +20,10 @@ def copy(store, tmp_path):
     return Path(shutil.copytree(store.folder, tmp_path / "store"))
 
 
-@pytest.mark.parametrize("name", ["train.bin", "val.bin", "train.bin.index", "val.bin.index"])
-@pytest.mark.parametrize("placement", ["ram", "mmap"])
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [("train.bin", "ram"), ("val.bin", "mmap"), ("train.bin.index", "mmap"), ("val.bin.index", "ram")],
+)
 def test_a_flipped_bit_ends_the_run_before_a_checkpoint_is_complete(train, copy, tmp_path, name, placement):
     original_hash = file_sha256(copy / name)
     flip(copy / name)
