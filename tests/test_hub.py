@@ -131,6 +131,20 @@ ENTRIES = [
 ]
 
 
+RUN_EACH = """
+import importlib, shlex, sys
+from common.errors import UserError
+
+for command in sys.argv[1:]:
+    try:
+        name, *arguments = shlex.split(command)
+        importlib.import_module(name).main(arguments)
+        print("done")
+    except UserError as error:
+        print(error)
+"""
+
+
 def output_of(launch, script: str, entries: list[str], environment: dict[str, str]) -> list[str]:
     job = launch("-c", script, *entries, **environment)
     assert job.returncode == 0, job.stderr
@@ -235,18 +249,11 @@ def test_named_data_are_read_at_a_commit_that_the_store_records(tmp_path, launch
     with serving_datasets(name={NEWEST: {"0.jsonl": chat}}) as (hub, address):
         story = {sha: {"0.jsonl": File(jsonl(prose(int(sha[0]), 800)), False)} for sha in (FIRST, NEWEST)}
         hub.repositories["datasets/roneneldan/TinyStories"] = Repository(False, story, {"main": NEWEST, "v1": FIRST})
-        for name, options in {tmp_path / "mine.yaml": (), "tinystories": ("--revision", "v1")}.items():
-            command = (
-                "--input",
-                name,
-                "--output",
-                tmp_path / f"{Path(name).stem}-store",
-                "--vocab_size",
-                "300",
-                *options,
-            )
-            job = launch("-m", "tokenizer.pretokenize", *command, **environment(address, tmp_path))
-            assert job.returncode == 0, job.stderr
+        commands = [
+            f"tokenizer.pretokenize --input {name} --output {tmp_path / Path(name.split()[0]).stem}-store --vocab_size 300"
+            for name in (f"{tmp_path}/mine.yaml", "tinystories --revision v1")
+        ]
+        output_of(launch, RUN_EACH, commands, environment(address, tmp_path))
     chats, stories = (TokenStore(tmp_path / f"{name}-store").metadata for name in ("mine", "tinystories"))
     assert chats.commits == {"user/name": NEWEST}
     assert "<|im_start|>" in TokenStore(tmp_path / "mine-store").load_tokenizer().get_vocab()
@@ -270,10 +277,13 @@ def test_split_validation_of_a_dataset_is_its_validation_text(tmp_path, launch):
     stores = {"one": "user/name --num_proc 1", "two": "user/name --num_proc 2", "train": "user/name::train"}
     stores |= {"cut": "user/name --max_documents 45", "chat": "user/chat --chat_template chatml"}
     with serving_datasets(**{name: {NEWEST: files} for name, files in commits.items()}) as (_, address):
-        for name, flags in stores.items():
-            command = ("--output", tmp_path / name, "--vocab_size", "300", "--input", *flags.split())
-            job = launch("-m", "tokenizer.pretokenize", *command, **environment(address, tmp_path))
-            assert (job.returncode, "for validation from user/" in job.stdout) == (0, name != "train"), job.stderr
+        commands = [
+            f"tokenizer.pretokenize --output {tmp_path / name} --vocab_size 300 --input {flags}"
+            for name, flags in stores.items()
+        ]
+        output = "\n".join(output_of(launch, RUN_EACH, commands, environment(address, tmp_path)))
+        taken = ["for validation from user/" in part for part in output.split("\ndone")[:-1]]
+        assert taken == [name != "train" for name in stores], output
         [refusal] = output_of(launch, READ, ["user/test"], environment(address, tmp_path))
     assert "it has no split train; name one of its splits, test." in refusal
     one, two, _, short_store, chat = (TokenStore(tmp_path / name) for name in stores)
@@ -303,16 +313,17 @@ def test_names_lose_to_local_paths_and_are_checked(tmp_path, monkeypatch):
 
 def test_a_limit_stops_streaming_early(tmp_path, launch):
     shards = {f"{shard}.jsonl": jsonl(*(prose(100 * shard + i, 80) for i in range(150))) for shard in range(4)}
-    with serving_datasets(name={NEWEST: shards}) as (hub, address):
-        for limit in (("--max_bytes", "30KB"), ("--max_documents", "170")):
-            hub.requests.clear()
-            output = tmp_path / limit[0]
-            command = ("--input", "user/name", "--output", output, "--vocab_size", "300", *limit)
-            job = launch("-m", "tokenizer.pretokenize", *command, **environment(address, tmp_path))
-            assert job.returncode == 0, job.stderr
-            read = {path.rsplit("/", 1)[1] for method, path in hub.requests if method == "GET" and ".jsonl" in path}
-            assert read == ({"0.jsonl"} if limit[0] == "--max_bytes" else {"0.jsonl", "1.jsonl"})
-    metadata = TokenStore(tmp_path / "--max_documents").metadata
+    limits = {"bytes": "30KB", "documents": "170"}
+    with serving_datasets(**{name: {NEWEST: shards} for name in limits}) as (hub, address):
+        commands = [
+            f"tokenizer.pretokenize --input user/{name} --output {tmp_path / name} --vocab_size 300 --max_{name} {limit}"
+            for name, limit in limits.items()
+        ]
+        output_of(launch, RUN_EACH, commands, environment(address, tmp_path))
+    paths = [path for method, path in hub.requests if method == "GET" and ".jsonl" in path]
+    for name, files in (("bytes", {"0.jsonl"}), ("documents", {"0.jsonl", "1.jsonl"})):
+        assert {path.rsplit("/", 1)[1] for path in paths if f"user/{name}/" in path} == files
+    metadata = TokenStore(tmp_path / "documents").metadata
     assert metadata.train.documents + metadata.val.documents == 170
 
 
@@ -335,21 +346,6 @@ def test_large_datasets_are_estimated_from_their_number_of_records(tmp_path, lau
 NO_NETWORK = {"HF_HUB_OFFLINE": "", "HF_ENDPOINT": "http://127.0.0.1:9"}
 RUN = REPOSITORY / "tests" / "formats" / "run_v2"
 
-RUN_EACH = """
-import shlex, sys
-from common.errors import UserError
-import generate
-from tokenizer import pretokenize
-
-for command in sys.argv[1:]:
-    try:
-        name, *arguments = shlex.split(command)
-        globals()[name].main(arguments)
-        print("done")
-    except UserError as error:
-        print(error)
-"""
-
 
 def test_missing_network_is_reported_in_one_sentence_and_the_cache_is_used_without_it(launch, tmp_path):
     """The Hub cache contains the model me/cached, as links to blobs."""
@@ -360,9 +356,11 @@ def test_missing_network_is_reported_in_one_sentence_and_the_cache_is_used_witho
         (cache_folder / "snapshots" / ("0" * 40) / path.name).symlink_to(path)
     (cache_folder / "refs").mkdir()
     (cache_folder / "refs" / "main").write_text("0" * 40)
-    pretokenize = f"pretokenize --input tests/formats/unfinished_v1/text --output {tmp_path}/out --quiet --tokenizer"
+    pretokenize = (
+        f"tokenizer.pretokenize --input tests/formats/unfinished_v1/text --output {tmp_path}/out --quiet --tokenizer"
+    )
     hints = {
-        f"pretokenize --input me/other --output {tmp_path}/out --quiet": "",
+        f"tokenizer.pretokenize --input me/other --output {tmp_path}/out --quiet": "",
         f"{pretokenize} me/other": "the local Hub cache lacks a tokenizer with this name",
         "generate me/other --prompt The": "the local Hub cache lacks a model with this name",
     }
