@@ -77,8 +77,8 @@ def write_onnx(
     texts = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)  # (TEXTS, P + N)
     scored = ids if reference.windows else texts
     model_loss = float(np.mean([model(row[None], labels=row[None]).loss.item() for row in scored]))
-    common = {"tokens": scored[:, 1:].numel(), "is_validation": bool(reference.windows), "model_loss": model_loss}
-    common["texts"] = TEXTS
+    common = {"texts": TEXTS, "tokens": scored[:, 1:].numel(), "model_loss": model_loss}
+    common["is_validation"] = bool(reference.windows)
     (destination / "onnx").mkdir()
     facts = []
     with tempfile.TemporaryDirectory(dir=destination) as folder:
@@ -86,14 +86,13 @@ def write_onnx(
         _export(model, paths)
         for kind, path in paths.items():
             fact = common | {"name": FILES[kind], "kind": kind} | _compare(model, path, texts, P, scored)
-            equal, change = f"{fact['equal']} of {TEXTS} greedy texts are equal", fact["loss"] - model_loss
+            summary = f"{fact['equal']} of {TEXTS} greedy texts are equal, logits differ by {fact['logits']:.1e}"
+            change = fact["loss"] - model_loss
             if kind == "fp32" and (fact["equal"] < TEXTS or not fact["logits"] <= fact["tolerance"]):
-                raise UserError(
-                    f"{model.name_or_path} computes other results in onnxruntime: logits differ by {fact['logits']:.1e}, "
-                    f"{equal}; publish it without ONNX."
-                )
+                problem = f"{model.name_or_path} computes other results in onnxruntime: {summary}"
+                raise UserError(f"{problem}; publish it without ONNX.")
             if kind in kinds and change <= LOSS_TOLERANCE:
-                print(f"{FILES[kind]}: {equal}, logits differ by {fact['logits']:.1e}, the loss by {change:+.4f}.")
+                print(f"{FILES[kind]}: {summary}, the loss by {change:+.4f}.")
                 path.rename(destination / FILES[kind])
                 facts.append(fact)
             elif kind in kinds:

@@ -153,11 +153,11 @@ def in_short(number: int) -> str:
 
 def _training(run: RunFolder, checkpoint: Path) -> Training:
     state, config = checkpoints.load_state(checkpoint), read_config(["--config", str(run.config)])
-    step, validations = state.position.step, [entry for entry in read_metrics(run.metrics) if "eval_loss" in entry]
+    validations = {entry["step"]: entry for entry in read_metrics(run.metrics) if "eval_loss" in entry}
     return Training(
-        step=step,
+        step=state.position.step,
         tokens=state.position.tokens,
-        validation=next((entry for entry in reversed(validations) if entry["step"] == step), None),
+        validation=validations.get(state.position.step),
         data=config.data.data,
         store=find_recorded_store(config.data.data, state.settings["data"]),
         mask_documents=config.batch.mask_documents,
