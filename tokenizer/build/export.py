@@ -1,6 +1,5 @@
 """Export a token store: as one packed file, or as a dataset for the Hub, parquet files of ids with a dataset card."""
 
-import itertools
 import shlex
 import shutil
 import tarfile
@@ -108,17 +107,15 @@ def _write_shards(store: TokenStore, split: str, folder: Path) -> int:
     document = np.repeat(np.arange(len(counts)), counts)  # (rows,)
     nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
     bounds = np.append(offsets[document] + nth * ROW_TOKENS, len(tokens))  # (rows + 1,) in tokens
-    shard_tokens = SHARD_BYTES // tokens.itemsize
-    shards = -(-len(tokens) // shard_tokens)
-    # A group ends where a row passes a multiple of GROUP_TOKENS, so that each group is in one shard.
-    groups = np.split(np.arange(len(document)), np.flatnonzero(np.diff(bounds[:-1] // GROUP_TOKENS)) + 1)
-    for number, of_shard in itertools.groupby(
-        groups, lambda rows: min(int(bounds[rows[0]]) // shard_tokens, shards - 1)
-    ):
+    shards = -(-tokens.nbytes // SHARD_BYTES)
+    # A row is in the shard, and in the row group, in which its first token is.
+    shard_of_row = bounds[:-1] * tokens.itemsize // SHARD_BYTES
+    for number in range(shards):
         path = folder / f"{HUB_SPLITS[split]}-{number:05d}-of-{shards:05d}.parquet"
         # No dictionary: it packs ids into odd numbers of bits, which zstd compresses to 71% instead of 59%.
         with parquet.ParquetWriter(path, schema, compression="zstd", use_dictionary=False) as writer:
-            for rows in of_shard:
+            of_shard = np.flatnonzero(shard_of_row == number)
+            for rows in np.split(of_shard, np.flatnonzero(np.diff(bounds[of_shard] // GROUP_TOKENS)) + 1):
                 ends = bounds[rows[0] : rows[-1] + 2]
                 ids = pa.array(tokens[ends[0] : ends[-1]])
                 lists = pa.ListArray.from_arrays(pa.array(ends - ends[0], pa.int32()), ids)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from common import schema
 from common.errors import UserError
 from common.settings_file import read_yaml
 from tokenizer.corpus import packages
@@ -107,17 +108,15 @@ def listed() -> Iterator[str]:
 
 
 def _read(path: Path) -> NamedData:
-    content, names = read_yaml(path), {part.name for part in fields(NamedData)}
-    types = {"exclude": list, "held_out": list}
-    wrong = sorted(content.keys() - names)
-    wrong += [name for name in content if name in names and not isinstance(content[name], types.get(name, str) | None)]
-    if wrong or not (content.get("dataset") or (content.get("package") and content.get("files"))):
-        keys = ", ".join(sorted(names))
-        raise UserError(f"{path}: {', '.join(wrong) or 'dataset'} is unknown, missing or not text; it may have {keys}.")
-    if content.get("dataset") is None:
-        return NamedData(**content)
-    if ID.fullmatch(str(NamedData(**content).hub)) is None:
+    try:
+        data = schema.build(read_yaml(path), NamedData)
+    except ValueError as error:
+        keys = ", ".join(part.name for part in fields(NamedData))
+        raise UserError(f"{path}: {error}; correct it. Its keys can be {keys}.") from error
+    if data.dataset is None and None in (data.package, data.files):
+        raise UserError(f"{path} has neither dataset nor package and files; add them.")
+    if data.hub is not None and ID.fullmatch(str(data.hub)) is None:
         raise UserError(
-            f"{path}: {content['dataset']!r:.100} with its config and split is not a dataset on the Hub; correct it."
+            f"{path}: {data.dataset!r:.100} with its config and split is not a dataset on the Hub; correct it."
         )
-    return NamedData(**content)
+    return data
