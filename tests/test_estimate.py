@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import multiprocessing
+import os
 import random
 import signal
 from pathlib import Path
@@ -17,6 +19,7 @@ from tokenizer.build.recipe import Recipe
 from tokenizer.build.store_builder import pretokenize
 from tokenizer.corpus.units import CorpusArguments
 from tokenizer.encoding.vocabulary import VocabularyArguments
+from training.budget import forecast
 
 
 @pytest.fixture(autouse=True)
@@ -93,13 +96,14 @@ def test_folder_of_only_damaged_files_is_refused(tmp_path):
     assert_user_error(sentence, estimated, tmp_path / "text", tmp_path)
 
 
-def test_killed_plan_leaves_no_sample(launch):
-    program = """if True:
-        import os, signal
-        from training.budget import forecast
-        forecast._show_plan = lambda config, folder: (print(folder, flush=True), os.kill(os.getpid(), signal.SIGTERM))
-        forecast.show_plan(None)
-    """
-    ended = launch("-c", program)
-    assert ended.returncode == 128 + signal.SIGTERM
-    assert not Path(ended.stdout.strip()).exists()
+def test_killed_plan_leaves_no_sample(monkeypatch, tmp_path):
+    def show_and_end(config, folder: Path) -> None:
+        (tmp_path / "name").write_text(str(folder))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(forecast, "_show_plan", show_and_end)
+    process = multiprocessing.get_context("fork").Process(target=forecast.show_plan, args=(None,))
+    process.start()
+    process.join()
+    assert process.exitcode == 128 + signal.SIGTERM
+    assert not Path((tmp_path / "name").read_text()).exists()

@@ -1,18 +1,15 @@
 """Datasets of a Python program: the same store as from files, resuming, and datasets that cannot be used."""
 
 import json
+import multiprocessing
 import os
-import re
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, Value, interleave_datasets
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, interleave_datasets
 
-from conftest import REPOSITORY, assert_one_sentence, contents, prose, wait_until
+from conftest import assert_one_sentence, contents, prose, wait_until
 from tokenizer import pretokenize
 from tokenizer.corpus import given, units
 from tokenizer.store.store import TokenStore
@@ -36,13 +33,11 @@ def tokens(folder: Path) -> list[bytes]:
 def expected(tmp_path_factory) -> list[bytes]:
     folder = tmp_path_factory.mktemp("expected")
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    command = ["-m", "tokenizer.pretokenize", "--input", folder / "texts.jsonl", "--output", folder / "store"]
-    flags = ["--vocab_size", 300, "--validation_fraction", 0.1]
-    subprocess.run([sys.executable, *map(str, command + flags)], check=True, cwd=REPOSITORY)
+    pretokenize(folder / "texts.jsonl", folder / "store", **SETTINGS)
     return tokens(folder / "store")
 
 
-@pytest.mark.parametrize("num_proc", [1, 2, 3])
+@pytest.mark.parametrize("num_proc", [1, 2])
 @pytest.mark.parametrize("kind", ["Dataset", "IterableDataset"])
 def test_dataset_gives_the_same_store_as_the_command(expected, tmp_path, monkeypatch, kind, num_proc):
     monkeypatch.setattr(units, "UNIT_BYTES", 10_000)
@@ -50,7 +45,7 @@ def test_dataset_gives_the_same_store_as_the_command(expected, tmp_path, monkeyp
     store = pretokenize(data, tmp_path / "store", num_proc=num_proc, **SETTINGS)
     assert tokens(tmp_path / "store") == expected
     assert store.metadata.sources == [kind]
-    assert os.listdir(tmp_path) == ["store"] or sorted(os.listdir(tmp_path)) == [".store.lock", "store"]
+    assert {*os.listdir(tmp_path)} <= {".store.lock", "store"}
 
 
 def test_own_filters_splits_paths_and_lists_are_used(tmp_path):
@@ -85,37 +80,24 @@ def test_limits_end_infinite_datasets(tmp_path, monkeypatch):
     assert_one_sentence(sentence, pretokenize, endless, tmp_path / "disk", **SETTINGS)
 
 
-KILLED = """
-import sys; from pathlib import Path
-from tokenizer import pretokenize
-from tokenizer.corpus import units
-from datasets import Dataset
-from test_given import ROWS, SETTINGS, iterable
-units.UNIT_BYTES = 10_000
-rows = ROWS[:-1] + [{"id": 0, "text": "changed"}] if "changed" in sys.argv else ROWS
-rows = [{"id": 0, "text": "changed"}] + ROWS[1:] if "changed first" in sys.argv else rows
-data = iterable(rows) if "iterable" in sys.argv else Dataset.from_list(rows)
-pretokenize(data, "store", num_proc=2, **SETTINGS | {"quiet": False})
-"""
+@pytest.mark.parametrize("kind", ["Dataset", "IterableDataset"])
+def test_killed_program_resumes_and_another_dataset_is_refused(expected, tmp_path, monkeypatch, capsys, kind):
+    monkeypatch.setattr(units, "UNIT_BYTES", 10_000)
 
+    def build(rows: list[dict] = ROWS) -> None:
+        data = Dataset.from_list(rows) if kind == "Dataset" else iterable(rows)
+        pretokenize(data, tmp_path / "store", num_proc=2, **SETTINGS | {"quiet": False})
 
-@pytest.mark.parametrize(("kind", "change"), [("Dataset", "changed"), ("iterable", "changed first")])
-def test_killed_program_resumes_and_another_dataset_is_refused(expected, tmp_path, kind, change):
-    def start(*more: str) -> subprocess.Popen:
-        environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        return subprocess.Popen([sys.executable, "-c", KILLED, kind, *more], cwd=tmp_path, env=environment, **pipes)
-
-    with start() as process:
-        wait_until(lambda: list(tmp_path.glob(".store.unfinished/parts/*.json")) or process.poll() is not None)
-        process.send_signal(signal.SIGKILL)
-    with start(change) as process:
-        _, wrong = process.communicate(timeout=600)
-    assert re.search(r"store was started with other text or settings \(\w+/train was changed\); undo", wrong)
-    with start() as process:
-        said, wrong = process.communicate(timeout=600)
-    assert process.returncode == 0, wrong
-    assert "Resuming store: " in said
+    process = multiprocessing.get_context("fork").Process(target=build)
+    process.start()
+    wait_until(lambda: list(tmp_path.glob(".store.unfinished/parts/*.json")) or not process.is_alive())
+    process.kill()
+    process.join()
+    sentence = rf"store was started with other text or settings \({kind}/train was changed\); undo"
+    assert_one_sentence(sentence, build, [{"id": 0, "text": "changed"}, *ROWS[1:]])
+    build()
+    said = capsys.readouterr().out
+    assert "Resuming " in said
     assert "Copying" not in said
     assert tokens(tmp_path / "store") == expected
 
@@ -131,14 +113,11 @@ def failing():
         (Dataset.from_dict({"n": [1, 2]}), {}, r"Dataset has no obvious text column; its columns are n: choose one"),
         (Dataset.from_dict({"a": ["x y", "z"], "b": ["u", "v"]}), {}, r"its columns are a, b: choose one with"),
         (Dataset.from_dict({"text": []}), {}, r"Dataset has no rows; give a dataset with text"),
-        (Dataset.from_dict({"text": [None] * 5}, features=None), {}, r"records have no text and 0 have text|no text"),
-        (Dataset.from_dict({"text": [[["a"]]] * 50}), {}, r"no text"),
-        (Dataset.from_dict({"text": [1, 2]}).cast_column("text", Value("int64")), {}, r"no text"),
+        *((Dataset.from_dict({"text": [value] * 5}), {}, r"no text") for value in (None, [["a"]], 1)),
         (DatasetDict({"test": Dataset.from_list(ROWS)}), {}, r"DatasetDict has no split train, only test; give one"),
         (IterableDataset.from_generator(failing), {}, r"Reading IterableDataset stopped: the line is cut\. Correct"),
         (iterable([]), {}, r"no text"),
         (iterable([*ROWS[:50], *({"body": "x"} for _ in range(50))]), {}, r"50 records have no text and 50 have text"),
-        (ROWS, {}, r"The data are of the type dict; give a Dataset, an IterableDataset, a dict of splits, or paths"),
         ({"train": "x"}, {}, r"The data are of the type dict; give a Dataset"),
         (Dataset.from_list(ROWS), {"vocab_siz": 300}, r"Unknown flag --vocab_siz\. Did you mean --vocab_size\?"),
         (Dataset.from_list(ROWS), {"validation_fraction": 2}, r"validation_fraction is 2\.0; it must be above 0 and"),
