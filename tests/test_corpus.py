@@ -4,7 +4,6 @@ import csv
 import gzip
 import json
 import os
-import sysconfig
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -125,18 +124,6 @@ def test_tilde_is_expanded_and_stores_and_pipes_are_not_text(tmp_path, monkeypat
     write(tmp_path / "store-notes.txt", "notes")
     source = Corpus([str(tmp_path)], CorpusArguments(), left_out=tmp_path / "store")
     assert [Path(file.path).name for file in source.all_files] == ["a.txt", "store-notes.txt"]
-
-
-def test_standard_library_excludes_tests_and_tables():
-    source = corpus("python-standard-library")
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = [Path(file.path).relative_to(root) for file in source.all_files]
-    names = [path.as_posix() for path in paths]
-    assert {"argparse.py", "json/decoder.py", "email/message.py"} <= set(names)
-    assert paths == sorted(paths, key=lambda path: path.parts)
-    assert {path.suffix for path in paths} == {".py"}
-    assert not any({"test", "tests", "encodings", "pydoc_data", "site-packages"} & set(path.parts) for path in paths)
-    assert 3e6 < source.size < 30e6
 
 
 def test_packages_and_their_licenses_are_read(tmp_path, monkeypatch):
@@ -375,8 +362,8 @@ def test_up_to_one_percent_of_bytes_can_be_invalid(tmp_path):
     assert documents(latin, write(tmp_path / "b.txt", GOOD)) == ["\ufffd", GOOD]  # the share of all files
 
 
-BROKEN = ["broken", '{"id": 1}', "[]", '"a"', '{"text": "cut o', '{"text": "cut"', '{"te', "{", '{"text": "caf\\u00']
-NO_TEXT = ["null", "5", "true", '["a"]', '{"a": "b"}', "[" * 10_000 + "]" * 10_000, "1" * 5000, "NaN"]
+BROKEN = ["broken", '{"id": 1}', "[]", '{"text": "cut o', '{"text": "caf\\u00']
+NO_TEXT = ["null", "5", '["a"]', "[" * 10_000 + "]" * 10_000, "1" * 5000]
 
 
 @pytest.mark.parametrize("broken", [*BROKEN, *(f'{{"text": {value}}}' for value in NO_TEXT)])
@@ -389,19 +376,6 @@ def test_up_to_one_percent_of_records_can_lack_text(tmp_path, broken):
     sentence = refusal(path)
     assert sentence.startswith(f"{path}: 2 records have no text and 99 have text; the first in {path}, line 51")
     assert sentence.endswith(("line 51; name the right column with --text_column.", "(broken); correct that."))
-
-
-def test_intermediate_check_uses_the_total_size(tmp_path):
-    source = corpus(write(tmp_path / "a.txt", GOOD))
-    source.audit.check(Counts(), is_all=False)
-    source.audit.check(Counts(documents=1, bytes=300, bad_bytes=11, empty_records=1), is_all=False)
-    counts = Counts(documents=1, bytes=300, bad_bytes=12)
-    assert_user_error("12 of 1,100 bytes are invalid", source.audit.check, counts, is_all=False)
-    [unit] = source.units()
-    (tmp_path / "a.txt").unlink()
-    sentence = r"a\.txt cannot be read: No such file or directory; fix it or exclude it\.$"
-    assert_user_error(sentence, list, Reader().pieces(unit.ranges[0]))
-    assert_user_error(sentence, source.fingerprint)
 
 
 @pytest.mark.parametrize(
@@ -434,6 +408,13 @@ def test_strict_refuses_unclean_text_with_its_place(tmp_path, monkeypatch, name,
 def folder_with(tmp_path: Path, name: str, content: bytes, words: str = GOOD * 100) -> Path:
     write(tmp_path / "in" / "words.txt", words)
     return write(tmp_path / "in" / name, content).parent
+
+
+def test_text_before_the_damage_of_a_file_in_a_folder_is_read(tmp_path):
+    texts, counts = read(folder_with(tmp_path, "a.csv", b'text,id\n"a",1\n"b,2\n"c",3\n"d",4\n'))
+    assert texts == ["a", "d", GOOD * 100]
+    why = counts.worst()["unreadable_files"][1]["why"]
+    assert why.endswith("in 1 of 3 records, the first in line 4 (broken)")
 
 
 def test_table_without_text_column_is_skipped_unless_given_by_name(tmp_path):
@@ -473,25 +454,6 @@ def test_unreadable_files_in_a_folder_are_skipped_up_to_half_of_the_bytes(tmp_pa
         assert f"the first in {folder / name} ({reason}" in sentence
         assert sentence.endswith("correct that, or skip the file with --exclude.")
     assert read(folder, exclude=[name])[1].unreadable_files == 0
-
-
-BAD = {
-    "a.jsonl": (
-        b'{"text": "a"}\n{"text": "b\n{"text": "c"}\n',
-        "in 1 of 3 records, the first in line 2 (broken)",
-        ["a", "c"],
-    ),
-    "a.csv": (b'text,id\n"a",1\n"b,2\n"c",3\n"d",4\n', "in 1 of 3 records, the first in line 4 (broken)", ["a", "d"]),
-    "a.txt": (b"a\ncaf\xe9s", "1 of the first 7 bytes are invalid, the first in line 2; convert it to UTF-8", []),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_file_that_is_bad_by_itself_does_not_stop_its_folder(tmp_path, name):
-    content, reason, more = BAD[name]
-    texts, counts = read(folder_with(tmp_path, name, content))
-    assert texts == [*more, GOOD * 100]
-    assert counts.worst()["unreadable_files"][1]["why"].endswith(reason)
 
 
 def test_error_names_the_file_with_the_most_and_the_remedy_for_it(tmp_path):

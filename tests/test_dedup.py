@@ -41,7 +41,7 @@ def test_bands_have_expected_values(hasher):
 
 
 @pytest.mark.parametrize("memory", [5_000, 20_000])
-@pytest.mark.parametrize("block", [1, 97, 2000])
+@pytest.mark.parametrize("block", [97, 2000])
 def test_repeats_match_a_dictionary(memory, block):
     rng = np.random.default_rng(0)
     digests = rng.integers(0, 1 << 64, (300, 2), dtype=np.uint64)
@@ -85,11 +85,11 @@ def test_slightly_changed_documents_are_near_duplicates(hasher):
 def test_match_rate_follows_similarity(hasher):
     """At a Jaccard similarity of 0.685, half of all pairs share one of the `BANDS`, which have `ROWS` hashes each."""
     hits = 0
-    for seed in range(400):
+    for seed in range(200):
         words = essay(seed, 2004)  # 2000 shingles, 374 of which differ
         hits += near(hasher, " ".join(words), " ".join([*words[:1630], *essay(seed + 1000, 374)]))
     similarity = 1626 / 2374
-    assert hits / 400 == pytest.approx(1 - (1 - similarity**ROWS) ** BANDS, abs=0.08)
+    assert hits / 200 == pytest.approx(1 - (1 - similarity**ROWS) ** BANDS, abs=0.08)
     bands = np.stack([hasher.bands(" ".join(essay(seed))) for seed in range(200)])
     assert all(len(np.unique(bands[:, band])) == 200 for band in range(BANDS))
 

@@ -199,7 +199,7 @@ def seed_of_long(path: Path, fraction: float, to_validation: bool) -> int:
 
 
 @pytest.mark.parametrize("to_validation", [False, True])
-@pytest.mark.parametrize("weight", [1, 2, 3])
+@pytest.mark.parametrize("weight", [1, 3])
 @pytest.mark.parametrize("tokenizer_type", ["bpe", "character"])
 def test_end_of_a_single_document_is_held_out(tmp_path, weight, to_validation, tokenizer_type):
     seed = seed_of_long(tmp_path / "a.txt", 0.3, to_validation)
@@ -217,8 +217,7 @@ def test_end_of_a_single_document_is_held_out(tmp_path, weight, to_validation, t
 FIRST, SECOND = DOCUMENTS[1:7], DOCUMENTS[7:13]
 
 
-@pytest.mark.parametrize("weights", [(2, 2), (1, 2), (2, 1), (1, 3)])
-@pytest.mark.parametrize("fraction", [0.02, 0.2, 0.4])
+@pytest.mark.parametrize(("weights", "fraction"), [((2, 2), 0.02), ((1, 2), 0.2), ((2, 1), 0.4), ((1, 3), 0.2)])
 def test_no_copy_passes_the_cut_if_no_document_is_held_out(tmp_path, weights, fraction):
     """The end of the text is held out: part of a document, or whole documents."""
     settings = {"fraction": fraction, "seed": seed_apart(FIRST + SECOND, fraction)}
@@ -237,15 +236,12 @@ def test_no_copy_passes_the_cut_if_no_document_is_held_out(tmp_path, weights, fr
     assert more == [text for text in train if text in more]
 
 
-def test_tail_can_include_whole_inputs_and_small_documents_stay_whole(tmp_path):
+def test_tail_can_include_whole_inputs(tmp_path):
     settings = {"fraction": 0.6, "seed": seed_apart(FIRST + SECOND, 0.6)}
     store = store_of(tmp_path, FIRST, SECOND, weights=(1, 3), **settings)
     assert "".join(trained_on(store) + held_out(store)) == "".join(FIRST + SECOND)
     assert 0.55 < store.metadata.val.bytes / len("".join(FIRST + SECOND).encode()) < 0.65
     assert set(held_out(store)) >= set(SECOND)
-    merge.LONG_BYTES = 100
-    texts = [prose(i, 400) for i in range(30)]  # of 1.4 kB; a tenth of all is 4 kB
-    assert sorted(trained_on(store := store_of(tmp_path, texts)) + held_out(store)) == sorted(texts)
 
 
 @pytest.mark.parametrize("to_validation", [False, True])

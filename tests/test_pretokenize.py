@@ -95,10 +95,7 @@ def test_same_command_reuses_the_store_and_other_settings_are_refused(tmp_path, 
     assert (tmp_path / "store" / "train.bin").stat().st_mtime_ns == written
     before = TokenStore(tmp_path / "store").metadata
     for settings, changed in (
-        (["--vocab_size", "301"], "vocab_size was 300 and is 301"),
-        ([*SMALL, "--seed", "2"], "seed was 1337 and is 2"),
         ([*SMALL, "--cleaning", "none"], "cleaning was ['normalize'] and is ['none']"),
-        ([*SMALL, "--weights", "2"], "weights was [] and is [2.0]"),
         (["--tokenizer_type=character"], "vocab_size was 300 and is None; tokenizer_type was 'bpe' and is 'character'"),
     ):
         sentence = refused("--input", text, "--output", tmp_path / "store", *settings)
@@ -106,21 +103,13 @@ def test_same_command_reuses_the_store_and_other_settings_are_refused(tmp_path, 
         assert TokenStore(tmp_path / "store").metadata == before
 
 
-def test_changed_text_kind_or_tokenizer_requires_another_output(tmp_path):
-    text = tmp_path / "a.txt"
-    text.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(300)))
-    pretokenize("--input", text, "--output", tmp_path / "store", *SMALL)
-    records = text.rename(tmp_path / "a.jsonl")
-    sentence = refused("--input", records, "--output", tmp_path / "store", *SMALL)
-    assert f"{text} is missing; {records} is new)" in sentence
-    text.write_text(records.read_text().replace("299", "298"))
-    sentence = refused("--input", text, "--output", tmp_path / "store", *SMALL)
-    assert f"was built from other text or settings ({text} was changed); choose another --output" in sentence
-    theirs, command = tmp_path / "theirs", ("--input", text, "--output", tmp_path / "exchanged", "--tokenizer")
+def test_changed_tokenizer_requires_another_output(tmp_path, text):
+    theirs = tmp_path / "theirs"
+    command = ("--input", text, "--output", tmp_path / "store", "--tokenizer", theirs)
     vocabulary.save(train_bpe([LINES], 300), theirs)
-    pretokenize(*command, theirs)
+    pretokenize(*command)
     vocabulary.save(train_bpe(["quite another text " * 20], 280), theirs)
-    assert "text or settings (tokenizer_json was '" in refused(*command, theirs)
+    assert "text or settings (tokenizer_json was '" in refused(*command)
 
 
 def test_lossy_tokenizer_is_refused(tmp_path, text):
@@ -162,7 +151,7 @@ def test_existing_output_is_kept(tmp_path, text, monkeypatch, output):
 def test_large_seeds_tilde_and_empty_output_folders_are_accepted(tmp_path, text, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    long = "".join(f"{i} bottles of beer on the wall\r\n" for i in range(100_000))  # many batches
+    long = "".join(f"{i} bottles of beer on the wall\r\n" for i in range(20_000))
     text.write_text(long, encoding="utf-8", newline="")
     for seed in ("0", str(2**63 - 1)):
         (tmp_path / seed).mkdir()

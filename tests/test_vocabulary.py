@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.long_words import TEXTS
-from conftest import REPOSITORY, assert_one_sentence, assert_user_error, prose, tokenized
+from conftest import REPOSITORY, assert_one_sentence, assert_user_error, contents, prose, tokenized
 from tokenizer.build.recipe import Recipe
 from tokenizer.corpus.chat import CHATML_TOKENS
 from tokenizer.encoding import encode, vocabulary
@@ -106,27 +106,12 @@ def test_long_words_are_trained_in_pieces_and_encoded_whole(name, capsys):
     assert ids.tolist() == rust.encode(text).ids
 
 
-def test_too_many_pieces_are_sampled_and_rare_words_dropped(monkeypatch):
+def test_too_many_pieces_are_sampled(monkeypatch):
     monkeypatch.setattr(vocabulary, "COUNTED_PIECE_BYTES", 10_000)
     text = TEXTS["dna"](random.Random(0), 1 << 18)
     counts, _ = vocabulary.count_words([text, text])
     assert sum(map(len, counts)) <= 10_000
     assert counts.total() == 2 * (1 << 18) // 1024
-    monkeypatch.setattr(vocabulary, "COUNTED_BYTES", 100)
-    monkeypatch.setattr(vocabulary, "COUNTED_WORDS", 50)
-    counts, _ = vocabulary.count_words(f" same once{'x' * i}" for i in range(100))
-    assert counts[b" same"] == 100
-    assert len(counts) < 60
-
-
-def test_words_are_trained_in_proportion_to_their_frequency(monkeypatch):
-    text = "abab " * 400 + "cdcd " * 80 + "efef " * 8 + "ghgh"
-    monkeypatch.setattr(vocabulary, "TRAINED_WORDS", 10)
-    tokens = encode.token_bytes(train_bpe([text], 1000).backend_tokenizer)
-    # One of 48 occurrences is kept. All words of a text except the first begin with a space.
-    assert {b"abab", b"cdcd"} & set(tokens) == set()
-    assert {b" abab", b" cdcd"} <= set(tokens)
-    assert b" efef" not in tokens
 
 
 def test_vocabulary_has_the_requested_size_or_fewer_tokens():
@@ -197,7 +182,7 @@ def test_special_tokens_that_could_be_text_are_refused(token):
         assert re.match(sentence, " ".join(problems(VocabularyArguments(pad_token=token))))
 
 
-@pytest.mark.parametrize("token", ["<|user|>", "<pad>", "</s>", "[INST]", "<unused 1>", "雪", "❤"])
+@pytest.mark.parametrize("token", ["<|user|>", "[INST]", "<unused 1>", "雪"])
 def test_other_special_tokens_are_accepted(token):
     assert problems(VocabularyArguments(special_tokens=[token], pad_token="none")) == []
     tokenizer = train_bpe([f"{token}\n" * 99], 400, "none", [token])
@@ -287,10 +272,6 @@ def facts(tokenizer) -> Iterator[object]:
     yield {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
 
 
-def read_files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 def test_a_saved_tokenizer_is_used_without_transformers(tmp_path):
     theirs = train_bpe([PROSE], 280)
     theirs.chat_template = "{{ messages }}"
@@ -301,7 +282,7 @@ def test_a_saved_tokenizer_is_used_without_transformers(tmp_path):
     code += "; assert sys.modules.keys() & {'tokenizers', 'transformers', 'torch'} == {'tokenizers'}"
     environment = os.environ | {"USE_TORCH": "0"}  # as the command sets it
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, env=environment)
-    assert read_files(tmp_path / "out" / "tokenizer") == read_files(tmp_path / "theirs")
+    assert contents(tmp_path / "out" / "tokenizer") == contents(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("kind", ["tokenizer", "tokenizer_type"])
@@ -313,7 +294,7 @@ def test_existing_tokenizer_is_used_unchanged_and_another_vocab_size_refused(tmp
     for of_ours, of_theirs in zip(facts(ours), facts(vocabulary.load(tmp_path / "theirs")), strict=True):
         assert of_ours == of_theirs
     vocabulary.save(ours, tmp_path / "ours")
-    assert read_files(tmp_path / "ours") == read_files(tmp_path / "theirs")
+    assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
     value, size = {"tokenizer": (str(tmp_path / "theirs"), 280), "tokenizer_type": ("character", len(set(PROSE)))}[kind]
     recipe = Recipe(["any"], vocabulary=VocabularyArguments(vocab_size=999, **{kind: value}))
     sentence = rf"vocab_size is 999 but .* {size} tokens; set --vocab_size {size}"
@@ -326,7 +307,7 @@ def test_existing_tokenizer_is_used_unchanged_and_another_vocab_size_refused(tmp
     assert_user_error(sentence, build, recipe.vocabulary, recipe.existing_tokenizer, lambda: [PROSE])
 
 
-@pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"version": "1.0"}', '{"model": {}, "added_tokens": []}'])
+@pytest.mark.parametrize("content", ["", "{}", '{"model": {}, "added_tokens": []}'])
 @pytest.mark.parametrize("made_here", [False, True])
 def test_damaged_tokenizer_files_are_refused(bpe, tmp_path, content, made_here):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import random
 import resource
 import shutil
 import signal
@@ -19,7 +18,7 @@ import conftest
 from conftest import REPOSITORY, assert_user_error, error_of, is_running, prose, wait_until
 from tokenizer.build.recipe import Recipe
 from tokenizer.build.store_builder import StoreBuilder, pretokenize
-from tokenizer.build.worker import Part, UnitProcessor, Workers
+from tokenizer.build.worker import Part, Workers
 from tokenizer.cleaning.dedup import DedupArguments
 from tokenizer.corpus import units as corpus
 from tokenizer.corpus.units import CorpusArguments
@@ -114,18 +113,7 @@ def planned(texts, tmp_path, monkeypatch) -> StoreBuilder:
     return builder
 
 
-def test_unit_order_does_not_change_the_store(planned, expected, tmp_path):
-    processor = UnitProcessor(planned.work)
-    assert len(processor.units) > 20
-    for number in random.Random(0).sample(range(len(processor.units)), len(processor.units)):
-        processor.process(number)
-    planned.finish(is_merge=True)
-    assert contents(tmp_path / "store") == expected
-
-
-@pytest.mark.parametrize(
-    "file", ["store/tokenizer/tokenizer.json", "plan.json", "parts/000001.json", "store/train.bin", "merged.json"]
-)
+@pytest.mark.parametrize("file", ["store/tokenizer/tokenizer.json", "parts/000001.json", "merged.json"])
 def test_same_command_resumes_after_a_kill_at_any_file(texts, expected, tmp_path, file):
     with start(command(texts, "--num_proc", 2), tmp_path) as process:
         wait_until((tmp_path / ".store.unfinished" / file).exists)
@@ -167,9 +155,9 @@ def test_ctrl_c_ends_all_processes_and_the_same_command_resumes(texts, expected,
     assert contents(tmp_path / "store") == expected
 
 
-@pytest.mark.parametrize("file_bytes", [0, 1000, 20_000, 40_000, 100_000])
+@pytest.mark.parametrize("file_bytes", [1000, 20_000, 100_000])
 def test_full_disk_ends_in_one_sentence_and_the_same_command_resumes(texts, expected, tmp_path, file_bytes):
-    """A limit on file sizes stops the tokenizer, the plan, the parts, or the merged tokens."""
+    """A limit on file sizes stops the tokenizer, the parts, or the merged tokens."""
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
@@ -220,10 +208,7 @@ def refused(recipe: Recipe) -> str:
     ("old", "new", "problem"),
     [
         (b'"seed": 1337', b'"seed": 1338', "it was changed since it was written"),
-        (b'"sha256"', b'"sha2567"', "it has the unknown key 'sha2567'"),
-        (b'"units": [', b'"units": [5, ', "it was changed since it was written"),
         (b'"', b"\xff", "'utf-8' codec can't decode byte 0xff in position 1: invalid start byte"),
-        (b"{", b"[" * 100_000, "it is nested too deeply"),
     ],
 )
 def test_changed_plan_is_refused(begun, old, new, problem):
@@ -293,48 +278,12 @@ def test_concurrent_shards_and_a_merge_build_the_same_store_even_after_a_kill(te
     with shard(0) as killed:
         wait_until(lambda: list(tmp_path.glob(".store.unfinished/parts/*.json")) or killed.poll() is not None)
         killed.kill()
+    with start(command(texts, "--merge"), tmp_path) as process:
+        assert "units of store are not done; run the missing shards, or run the command without" in failed(process)
     shards = [shard(i) for i in range(3)]
     said = [process.communicate(timeout=600) for process in shards]
     assert [wrong for _, wrong in said] == [""] * 3
     assert [out.splitlines()[-1].startswith(f"Shard {i}/3 is done: ") for i, (out, _) in enumerate(said)] == [True] * 3
     assert not (tmp_path / "store").exists()
     finish(command(texts, "--merge"), tmp_path)
-    assert contents(tmp_path / "store") == expected
-
-
-def test_merge_requires_all_shards_and_the_plain_command_completes_them(texts, expected, tmp_path):
-    finish(command(texts, "--shard", "1/3"), tmp_path)
-    with start(command(texts, "--merge"), tmp_path) as process:
-        sentence = failed(process)
-    assert "units of store are not done; run the missing shards, or run the command without --merge" in sentence
-    assert not (tmp_path / "store").exists()
-    finish(command(texts), tmp_path)
-    assert contents(tmp_path / "store") == expected
-
-
-PIPELINE = f"""
-import sys
-from datatrove.executor import LocalPipelineExecutor
-from tokenizer import pretokenize
-
-flags = ["--input", sys.argv[1], *{FLAGS}]
-
-def shard(data, rank, world_size):
-    {SMALL_UNITS}
-    pretokenize.main([*flags, "--shard", f"{{rank}}/{{world_size}}"])
-
-def merge(data, rank, world_size):
-    pretokenize.main([*flags, "--merge"])
-
-if __name__ == "__main__":
-    shards = LocalPipelineExecutor([shard], tasks=3, workers=2, logging_dir="logs/shards")
-    LocalPipelineExecutor([merge], logging_dir="logs/merge", depends=shards).run()
-"""
-
-
-def test_datatrove_executors_build_the_same_store(texts, expected, tmp_path, launch):
-    pytest.importorskip("datatrove")
-    (tmp_path / "pipeline.py").write_text(PIPELINE)
-    done = launch("pipeline.py", texts, folder=tmp_path, PYTHONPATH=str(REPOSITORY))
-    assert done.returncode == 0, done.stderr
     assert contents(tmp_path / "store") == expected
