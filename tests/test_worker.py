@@ -7,7 +7,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -25,13 +24,19 @@ from tokenizer.corpus.units import CorpusArguments
 from tokenizer.encoding.vocabulary import VocabularyArguments
 from tokenizer.store.store import TokenStore
 
-# The command with units of 30 kB instead of 16 MiB, so that a small text has many units.
 UNIT_BYTES = 30_000
-SMALL_UNITS = f"from tokenizer.corpus import units; units.UNIT_BYTES = {UNIT_BYTES}"
-PROGRAM = (
-    f"import sys; {SMALL_UNITS}; from common.command_line import run; from tokenizer.pretokenize import main; "
-    "sys.stdout.reconfigure(line_buffering=True); run(main)"
-)
+# The command with units of 30 kB instead of 16 MiB, so that a small text has many units.
+PROGRAM = f"""
+import resource, sys
+sys.path.insert(0, {str(REPOSITORY)!r})
+from common.command_line import run
+from tokenizer.corpus import units
+from tokenizer.pretokenize import main
+units.UNIT_BYTES = {UNIT_BYTES}
+resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
+sys.stdout.reconfigure(line_buffering=True)
+run(main)
+"""
 FLAGS = ("--output", "store", "--vocab_size", "400", "--sample_bytes", "100000", "--dedup", "exact")
 
 
@@ -47,20 +52,22 @@ def texts(tmp_path_factory) -> Path:
     return folder
 
 
-def command(texts: Path, *more: object) -> list[str]:
-    return [sys.executable, "-c", PROGRAM, "--input", str(texts), *FLAGS, *map(str, more)]
+@pytest.fixture(scope="module")
+def start(texts, popen, tmp_path_factory):
+    """Function that starts the command in a folder, where files can have up to `file_bytes`."""
+    programs = tmp_path_factory.mktemp("programs")
+
+    def begin(folder: Path, *more: object, file_bytes: int = resource.RLIM_INFINITY) -> subprocess.Popen:
+        program = programs / f"limit{file_bytes}.py"
+        if not program.exists():  # a running process may read it
+            program.write_text(PROGRAM.replace("FILE_BYTES", str(file_bytes)))
+        return popen(program, "--input", texts, *FLAGS, *more, folder=folder)
+
+    return begin
 
 
-def start(arguments: list[str], folder: Path, **settings) -> subprocess.Popen:
-    folder.mkdir(exist_ok=True)
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "USE_TORCH": "0"}  # as the command sets it
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(arguments, cwd=folder, env=environment, **pipes, **settings)
-
-
-def finish(arguments: list[str], folder: Path) -> str:
-    with start(arguments, folder) as process:
-        said, wrong = process.communicate(timeout=600)
+def finish(process: subprocess.Popen) -> str:
+    said, wrong = process.communicate(timeout=600)
     assert (process.returncode, wrong) == (0, "")
     return said
 
@@ -86,9 +93,9 @@ def contents(store: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def expected(texts, tmp_path_factory) -> dict[str, bytes]:
+def expected(start, tmp_path_factory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("expected")
-    assert "603 documents that repeat" in finish(command(texts, "--num_proc", 1), folder)
+    assert "603 documents that repeat" in finish(start(folder, "--num_proc", 1))
     assert len(os.listdir(folder)) == 2, "the store and its lock"
     return contents(folder / "store")
 
@@ -114,14 +121,14 @@ def planned(texts, tmp_path, monkeypatch) -> StoreBuilder:
 
 
 @pytest.mark.parametrize("file", ["store/tokenizer/tokenizer.json", "parts/000001.json", "merged.json"])
-def test_same_command_resumes_after_a_kill_at_any_file(texts, expected, tmp_path, file):
-    with start(command(texts, "--num_proc", 2), tmp_path) as process:
+def test_same_command_resumes_after_a_kill_at_any_file(start, expected, tmp_path, file):
+    with start(tmp_path, "--num_proc", 2) as process:
         wait_until((tmp_path / ".store.unfinished" / file).exists)
         workers = workers_of(process)
         process.kill()
     wait_until(lambda: not any(is_running(worker.pid) for worker in workers))
     done = len(list(tmp_path.glob(".store.unfinished/parts/*.json")))
-    said = finish(command(texts, "--num_proc", 3), tmp_path)  # any number of processes builds the same store
+    said = finish(start(tmp_path, "--num_proc", 3))  # any number of processes builds the same store
     if "merge" in file:
         assert f"Resuming store: {done} of {done} units of work are done." in said
     assert contents(tmp_path / "store") == expected
@@ -141,32 +148,27 @@ def test_killed_worker_is_reported_in_one_sentence(planned):
     wait_until(lambda: not multiprocessing.active_children())
 
 
-def test_ctrl_c_ends_all_processes_and_the_same_command_resumes(texts, expected, tmp_path):
-    # A shell ignores Ctrl-C for background jobs, and their processes inherit that.
-    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    with start(command(texts, "--num_proc", 2), tmp_path, start_new_session=True, **heard) as process:
+def test_ctrl_c_ends_all_processes_and_the_same_command_resumes(start, expected, tmp_path):
+    with start(tmp_path, "--num_proc", 2) as process:
         wait_until((tmp_path / ".store.unfinished" / "parts" / "000000.json").exists)
         workers = workers_of(process)
         os.killpg(process.pid, signal.SIGINT)  # a terminal sends Ctrl-C to all processes of the group
         _, wrong = process.communicate(timeout=600)
     assert (process.returncode, wrong) == (130, "interrupted\n")
     assert not any(worker.is_running() for worker in workers)
-    finish(command(texts, "--num_proc", 2), tmp_path)
+    finish(start(tmp_path, "--num_proc", 2))
     assert contents(tmp_path / "store") == expected
 
 
 @pytest.mark.parametrize("file_bytes", [1000, 20_000, 100_000])
-def test_full_disk_ends_in_one_sentence_and_the_same_command_resumes(texts, expected, tmp_path, file_bytes):
+def test_full_disk_ends_in_one_sentence_and_the_same_command_resumes(start, expected, tmp_path, file_bytes):
     """A limit on file sizes stops the tokenizer, the parts, or the merged tokens."""
 
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
-
-    with start(command(texts, "--num_proc", 2), tmp_path, preexec_fn=limited) as process:
+    with start(tmp_path, "--num_proc", 2, file_bytes=file_bytes) as process:
         sentence = failed(process)
     assert "(File too large" in sentence or "(os error 27)" in sentence
     assert "correct that, and the same command resumes." in sentence
-    finish(command(texts, "--num_proc", 2), tmp_path)
+    finish(start(tmp_path, "--num_proc", 2))
     assert contents(tmp_path / "store") == expected
 
 
@@ -269,21 +271,21 @@ def test_files_added_to_the_output_during_the_work_are_kept(planned, tmp_path):
     assert TokenStore.is_store(tmp_path / "store")
 
 
-def test_concurrent_shards_and_a_merge_build_the_same_store_even_after_a_kill(texts, expected, tmp_path):
+def test_concurrent_shards_and_a_merge_build_the_same_store_even_after_a_kill(start, expected, tmp_path):
     """As on several machines, which share only a folder."""
 
     def shard(number: int) -> subprocess.Popen:
-        return start(command(texts, "--num_proc", 1, "--shard", f"{number}/3"), tmp_path)
+        return start(tmp_path, "--num_proc", 1, "--shard", f"{number}/3")
 
     with shard(0) as killed:
         wait_until(lambda: list(tmp_path.glob(".store.unfinished/parts/*.json")) or killed.poll() is not None)
         killed.kill()
-    with start(command(texts, "--merge"), tmp_path) as process:
+    with start(tmp_path, "--merge") as process:
         assert "units of store are not done; run the missing shards, or run the command without" in failed(process)
     shards = [shard(i) for i in range(3)]
     said = [process.communicate(timeout=600) for process in shards]
     assert [wrong for _, wrong in said] == [""] * 3
     assert [out.splitlines()[-1].startswith(f"Shard {i}/3 is done: ") for i, (out, _) in enumerate(said)] == [True] * 3
     assert not (tmp_path / "store").exists()
-    finish(command(texts, "--merge"), tmp_path)
+    finish(start(tmp_path, "--merge"))
     assert contents(tmp_path / "store") == expected

@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -183,12 +184,12 @@ class WordEncoder:
         return np.array([token.id for token in self.model.tokenize(text)], dtype=self.dtype)
 
 
+@dataclass(frozen=True)
 class RustEncoder:
     """Encoder that uses the library `tokenizers`, for all other tokenizers."""
 
-    def __init__(self, rust: Tokenizer, dtype: np.dtype):
-        self.rust = rust
-        self.dtype = dtype
+    rust: Tokenizer
+    dtype: np.dtype
 
     def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts. Raise a `UserError` for unknown text if the tokenizer has no token for it."""
