@@ -119,9 +119,9 @@ def test_fuzzed_texts_and_source_code_match_tokenizers(rust, fuzz):
     for start in range(0, len(fuzz), 5000):
         assert_same(words, rust, fuzz[start : start + 5000])
     assert_same(words, rust, ["".join(fuzz)])
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[::3]
     texts = [file.read_bytes().decode(errors="replace") for file in files]
-    assert sum(map(len, texts)) > 2_000_000
+    assert sum(map(len, texts)) > 1_000_000
     assert_same(WordEncoder(rust, np.dtype("<u2")), rust, texts)
 
 
