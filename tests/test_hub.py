@@ -305,7 +305,7 @@ def test_names_lose_to_local_paths_and_are_checked(tmp_path, monkeypatch):
     assert_user_error("wikipedia needs a language, such as wikipedia:de", dataset_of, "wikipedia")
     assert_user_error("tinystories:de has no languages", dataset_of, "tinystories:de")
     write(tmp_path / "wrong.yaml", "dataset: user/name\nspilt: train\n")
-    assert_user_error("wrong.yaml: spilt is unknown", dataset_of, "wrong.yaml")
+    assert_user_error("wrong.yaml: it has the unknown key 'spilt'", dataset_of, "wrong.yaml")
     write(tmp_path / "text.yaml", "key: value\n")
     write(tmp_path / "tinystories", "my own text")
     assert dataset_of("text.yaml") is dataset_of("tinystories") is None

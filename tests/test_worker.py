@@ -289,3 +289,29 @@ def test_concurrent_shards_and_a_merge_build_the_same_store_even_after_a_kill(st
     assert not (tmp_path / "store").exists()
     finish(start(tmp_path, "--merge"))
     assert contents(tmp_path / "store") == expected
+
+
+PIPELINE = f"""
+import sys
+from datatrove.executor import LocalPipelineExecutor
+from tokenizer import pretokenize
+from tokenizer.corpus import units
+
+def step(data, rank, world_size, *flags):
+    units.UNIT_BYTES = {UNIT_BYTES}
+    flags = flags or ["--shard", f"{{rank}}/{{world_size}}"]
+    pretokenize.main(["--input", sys.argv[1], *{FLAGS}, *flags])
+
+if __name__ == "__main__":
+    shards = LocalPipelineExecutor([step], tasks=2, workers=2, logging_dir="logs/shards")
+    merge = [lambda data, rank, world_size: step(data, rank, world_size, "--merge")]
+    LocalPipelineExecutor(merge, logging_dir="logs/merge", depends=shards).run()
+"""
+
+
+def test_datatrove_executors_build_the_same_store(texts, expected, tmp_path, launch):
+    pytest.importorskip("datatrove")
+    (tmp_path / "pipeline.py").write_text(PIPELINE)
+    done = launch("pipeline.py", texts, folder=tmp_path, PYTHONPATH=str(REPOSITORY))
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "store") == expected
