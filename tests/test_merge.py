@@ -289,19 +289,6 @@ def merged(builder: StoreBuilder, work: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (work / "store").glob("*.bin*")}
 
 
-@pytest.mark.parametrize("name", INPUTS)
-@pytest.mark.parametrize("block", [1, 100])
-def test_block_size_does_not_change_the_bytes(tmp_path, monkeypatch, name, block):
-    builder = parts_of(tmp_path, name)
-    shutil.copytree(builder.work, tmp_path / "copy")
-    expected = merged(builder, builder.work)
-    assert sum(map(len, expected.values())) > 1000
-    assert not [*builder.work.glob("parts/*.train"), *builder.work.glob("parts/*.val")]
-    monkeypatch.setattr(merge, "BLOCK_TOKENS", block)
-    assert merged(builder, tmp_path / "copy") == expected
-    assert merged(builder, tmp_path / "copy") == expected  # again after everything is done
-
-
 def is_killed_at(step: int, builder: StoreBuilder, work: Path) -> bool:
     """Merge in a process that is killed before `step`; return whether there are that many steps."""
     process = multiprocessing.get_context("fork").Process(target=merge_until, args=(step, merger_of(builder, work)))
@@ -336,6 +323,8 @@ def test_merge_killed_at_any_step_resumes_to_the_same_bytes(tmp_path, monkeypatc
     builder = parts_of(tmp_path, name)
     shutil.copytree(builder.work, tmp_path / "whole")
     expected = merged(builder, tmp_path / "whole")
+    assert sum(map(len, expected.values())) > 1000
+    assert not [*(tmp_path / "whole").glob("parts/*.train"), *(tmp_path / "whole").glob("parts/*.val")]
     monkeypatch.setattr(merge, "BLOCK_TOKENS", 300)
     for killed_at in itertools.count(1 + len(name) % 5, 5):
         work = tmp_path / f"killed at {killed_at}"
@@ -349,7 +338,8 @@ def test_merge_killed_at_any_step_resumes_to_the_same_bytes(tmp_path, monkeypatc
     while is_killed_at(next(steps), builder, builder.work):
         pass
     assert next(steps) > 25
-    assert merged(builder, builder.work) == expected
+    for _ in range(2):  # again after everything is done
+        assert merged(builder, builder.work) == expected
 
 
 @pytest.mark.parametrize("name", ["train", "val", "rows", "json"])
