@@ -129,7 +129,7 @@ def test_a_step_of_gpt2_small_seed_stays_within_its_budget(
 TOO_MUCH = """if True:
     import sys
     sys.path.insert(0, "tests/fake_cuda")
-    from training import memory
+    from training.plan import memory
     memory.USABLE = 3
     import observed_run
     observed_run.main(sys.argv[1:])
