@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from typing import Any
 
 from common.atomic import copy_file, unfinished_path
@@ -37,6 +37,7 @@ from training.checkpoints.run_folder import RunFolder, may_hold_run
 from training.runtime.console import clock
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds between attempts
+LONGEST_WAIT = 600.0  # seconds that the end of a run waits for the drive
 
 
 @dataclass
@@ -79,8 +80,7 @@ class Backup:
         self.copying: Path | None = None  # this checkpoint must not be deleted
         self.copied: str | None = None  # the newest checkpoint of this run in the backup
         self.problem: str | None = None  # the last error of the drive, until an attempt succeeds
-        self._updating, self._wake = Lock(), Event()
-        self._is_closing = False
+        self._wake, self._is_closing = Event(), False
         self._thread: Thread | None = None
 
     def restore(self, last_step: int, check: Callable[[dict[str, Any]], None]) -> Path | None:
@@ -155,15 +155,15 @@ class Backup:
             self.update()
             pause = None if self.problem is None else min(2 * (pause or FIRST_PAUSE / 2), LONGEST_PAUSE)
 
-    def finish(self, timeout: float = 600.0) -> None:
-        """Copy the newest checkpoint and the logs, and wait at most `timeout` seconds. An unavailable drive is tried
+    def finish(self) -> None:
+        """Copy the newest checkpoint and the logs, and wait at most `LONGEST_WAIT`. An unavailable drive is tried
         once."""
         self._is_closing = True
         self.submit()
-        self._thread.join(min(1.0, timeout))  # usually enough, so that no waiting has to be reported
+        self._thread.join(1.0)  # usually enough, so that no waiting has to be reported
         if self._thread.is_alive():
-            self.say(f"Backup:  waiting for {self.there.path}, at most {clock(timeout)} ...")
-            self._thread.join(timeout)
+            self.say(f"Backup:  waiting for {self.there.path}, at most {clock(LONGEST_WAIT)} ...")
+            self._thread.join(LONGEST_WAIT)
         if problem := "the drive is too slow" if self._thread.is_alive() else self.problem:
             self.say(
                 f"WARNING: The backup in {self.there.path} is incomplete ({problem}); copy {self.run.path} there "
@@ -175,23 +175,23 @@ class Backup:
     def update(self) -> None:
         """Copy the run's logs and its newest checkpoint to the drive, and delete checkpoints of later steps there.
         Report when the drive fails and when it is available again."""
-        with self._updating:
-            checkpoint = self.copying = max(complete_checkpoints(self.run.checkpoints), key=step_of, default=None)
-            if checkpoint is None:
-                return
-            try:
-                self._copy(checkpoint)
-            except OSError as error:
-                if self.problem is None:
-                    self.say(
-                        f"WARNING: {checkpoint.name} could not be copied to {self.there.path} ({_reason(error)}). "
-                        "Training continues, and the copy will be retried."
-                    )
-                self.problem = _reason(error)
-                return
-            if self.problem is not None:
-                self.say(f"Backup:  {self.there.path} is available again, and {checkpoint.name} is in it")
-            self.problem, self.copying, self.copied = None, None, checkpoint.name
+        self.copying = next(reversed(complete_checkpoints(self.run.checkpoints)), None)
+        if self.copying is None:
+            return
+        name = self.copying.name
+        try:
+            self._copy(self.copying)
+        except OSError as error:
+            if self.problem is None:
+                self.say(
+                    f"WARNING: {name} could not be copied to {self.there.path} ({_reason(error)}). Training continues, "
+                    "and the copy will be retried."
+                )
+            self.problem = _reason(error)
+            return
+        if self.problem is not None:
+            self.say(f"Backup:  {self.there.path} is available again, and {name} is in it")
+        self.problem, self.copying, self.copied = None, None, name
 
     def _copy(self, checkpoint: Path) -> None:
         backup = self.there.checkpoints

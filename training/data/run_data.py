@@ -89,12 +89,10 @@ def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:
 def find_store(recipe: Recipe) -> TokenStore | None:
     """Return the complete token store of `open_store` if it exists, otherwise None. Create nothing."""
     [data] = recipe.inputs
-    if not is_store(data) and not any(CACHE.glob(f"{name_of(data)}-*/metadata.json")):
-        return None  # the text is not read if no cached store has its name
-    try:
-        return TokenStore(_folder_of(recipe))
-    except UserError:
-        return None
+    with suppress(UserError):  # the text is not read if no cached store has its name
+        if is_store(data) or any(CACHE.glob(f"{name_of(data)}-*/metadata.json")):
+            return TokenStore(_folder_of(recipe))
+    return None
 
 
 def find_recorded_store(data: str, identity: str) -> TokenStore | None:

@@ -43,14 +43,16 @@ def decide_compilation(choice: str, mode: str | None, notes: list[str]) -> bool:
         raise UserError(f"torch_compile_mode is {mode!r}; it must be one of {', '.join(modes)}.")
     if choice.lower() not in ("auto", "true", "false"):
         raise UserError(f"torch_compile is {choice!r}; it must be true, false or auto.")
-    choice = "auto" if is_automatic(choice) else "true" if choice.lower() == "auto" else choice.lower()
+    if choice.lower() == "false":
+        return False
     problem = _missing_to_compile()
-    if problem and choice == "true":
+    if problem and not is_automatic(choice):
         raise UserError(f"torch_compile is true, but it cannot work here: {problem} Or leave torch_compile at auto.")
-    if problem and choice == "auto":
+    if problem:
         notes.append(f"torch.compile is off, which makes steps slower: {problem}")
-    is_proven = not torch.backends.mps.is_available()  # compilation for Apple GPUs is still a prototype
-    return choice == "true" or (choice == "auto" and not problem and is_proven)
+        return False
+    # Compilation for Apple GPUs is still a prototype.
+    return not (is_automatic(choice) and torch.backends.mps.is_available())
 
 
 def is_automatic(choice: str) -> bool:
@@ -79,9 +81,10 @@ def _missing_to_compile() -> str:
         (has_gpu and is_missing("CC", "gcc", "clang"), "a C compiler (gcc or clang)", "gcc"),
     ]
     parts = []
-    if gaps := [(name, package) for is_needed, name, package in requirements if is_needed]:
-        names, packages = zip(*gaps, strict=True)
-        parts.append(f"{', '.join(names)} not found; on Debian and Ubuntu: apt install {' '.join(packages)}.")
+    if packages := {name: package for is_needed, name, package in requirements if is_needed}:
+        parts.append(
+            f"{', '.join(packages)} not found; on Debian and Ubuntu: apt install {' '.join(packages.values())}."
+        )
     if has_gpu and importlib.util.find_spec("triton") is None:
         parts.append("Triton is not installed (pip install triton).")
     return " ".join(parts)

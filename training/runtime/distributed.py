@@ -59,7 +59,7 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
             # By default, Accelerate does not connect launched processes without a GPU: each would train alone.
             cpu="LOCAL_RANK" in os.environ and not torch.accelerator.is_available(),
             mixed_precision=setup.mixed_precision,
-            dynamo_plugin=TorchDynamoPlugin(backend="no"),  # step.py compiles, even if the launcher exports a backend
+            dynamo_plugin=TorchDynamoPlugin(backend="no"),  # train_step.py compiles; ignores the launcher's backend
             log_with=trackers,
             project_dir=output_dir,
             kwargs_handlers=handlers,
