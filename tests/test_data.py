@@ -129,9 +129,9 @@ def test_run_with_mask_documents_scores_documents_separately(train, store, tmp_p
         assert json.loads(capsys.readouterr().out)["eval_loss"] == pytest.approx(expectation, abs=1e-5)
 
 
-def test_resume_with_mask_documents_refuses_a_changed_setting(train, tmp_path, monkeypatch):
-    run = train(tmp_path / "run", max_steps=1)
-    assert_user_error(r"another run \(mask_documents False -> True\)", train, run, mask_documents="true", max_steps=1)
+def test_resume_with_mask_documents_refuses_a_changed_setting(train, a_copy, tmp_path, monkeypatch):
+    sentence = r"another run \(mask_documents False -> True\)"
+    assert_user_error(sentence, train, a_copy, mask_documents="true", max_steps=3)
     monkeypatch.setattr("training.runtime.device._check_attention", lambda choice: None)  # as if it were installed
     sentence, flash = "mask_documents needs attn_implementation sdpa, eager or flex", "flash_attention_2"
     assert_user_error(sentence, train, tmp_path / "other", mask_documents="true", attn_implementation=flash)

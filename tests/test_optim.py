@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import MODERN, MODERN_RUN, REPOSITORY, assert_equal, assert_user_error, weights
+from conftest import MODERN, MODERN_RUN, REPOSITORY, assert_user_error
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.config import read_config
 from training.step import optim
@@ -77,10 +77,7 @@ def test_groups_of_parameters_have_their_own_rate_and_decay():
         assert groups_by_name == (("adam", 0.3, 0.0) if name in ("wte.weight", "wpe.weight") else reference), name
     assert groups("muon", tie_word_embeddings=True).keys().isdisjoint({"lm_head.weight"})
     modern = groups("muon", **MODERN)
-    assert [name for name, groups_by_name in modern.items() if groups_by_name[0] == "adam"] == [
-        "wte.weight",
-        "lm_head.weight",
-    ]
+    assert [name for name, group in modern.items() if group[0] == "adam"] == ["wte.weight", "lm_head.weight"]
     adamw = groups("adamw")
     assert adamw["wte.weight"] == ("adam", 0.3, 0.05)
     assert adamw["h.0.mlp.c_fc.weight"] == ("adam", 0.02, 0.05)
@@ -150,23 +147,11 @@ def test_defaults_follow_the_optimizer_unless_a_flag_or_a_named_file_sets_them(t
     assert describe_rates(OptimArguments(), 2**21) == ""
 
 
-def test_muon_trains_saves_and_resumes_bit_for_bit_and_never_from_adamw(train, tmp_path):
+def test_muon_saves_its_momentum_and_adamw_does_not_resume_from_it(train, tmp_path):
     muon = MODERN_RUN | {"optimizer": "muon", "tie_word_embeddings": False}
-    source = train(tmp_path / "whole", **muon)
-    checkpoint = source / "checkpoints" / "step_00000003"
-    names_in_file = [name.removeprefix("transformer.") for name in load_file(checkpoint / OPTIMIZER_FILE)]
-    assert {name.split("/")[1] for name in names_in_file if name.startswith("h.")} == {"momentum_buffer"}
-    assert {name.split("/")[1] for name in names_in_file if not name.startswith("h.")} == {
-        "step",
-        "exp_avg",
-        "exp_avg_sq",
-    }
-    branch = train(tmp_path / "branch", resume_from_checkpoint=checkpoint, **muon)
-    assert_equal(weights(branch), weights(source))
-    state, source_state = (
-        load_file(run / "checkpoints" / "step_00000006" / OPTIMIZER_FILE) for run in (branch, source)
-    )
-    assert_equal(state, source_state)
+    checkpoint = train(tmp_path / "run", max_steps=3, **muon) / "checkpoints" / "step_00000003"
+    moments = {(".h." in name, name.split("/")[1]) for name in load_file(checkpoint / OPTIMIZER_FILE)}
+    assert moments == {(True, "momentum_buffer"), (False, "step"), (False, "exp_avg"), (False, "exp_avg_sq")}
     sentence = "optimizer changed from muon to adamw, so its moments do not fit; start a new run"
     settings = muon | {"optimizer": "adamw", "resume_from_checkpoint": checkpoint}
     assert_user_error(sentence, train, tmp_path / "other", **settings)

@@ -55,8 +55,8 @@ def test_a_folder_that_is_not_a_run_is_refused_and_unchanged(train, tmp_path, na
     refuse(tmp_path, sentence, train, tmp_path / "run", backup_dir=tmp_path / "file")
 
 
-def test_overwriting_a_run_keeps_the_files_that_no_run_wrote(train, tmp_path, capsys):
-    run = train(tmp_path / "run", save_steps=3)
+def test_overwriting_a_run_keeps_the_files_that_no_run_wrote(train, finished_copy, capsys):
+    run = finished_copy
     assert is_marked(run, "run")
     user_files = ("thesis.txt", "model/notes.md", "checkpoints/step_00000003/eval.json")
     user_files += ("evaluation/mine.csv", "hub/README.md", "lm_eval/my/own/results_1.json")
@@ -143,8 +143,8 @@ def test_a_replaced_run_is_kept_until_the_first_checkpoint(train, store, finishe
     assert (RunFolder(run).newest_step(), (run / "replaced").exists()) == (3, False)
 
 
-def test_pruning_keeps_the_files_that_no_run_wrote(train, tmp_path):
-    run = train(tmp_path / "run", max_steps=3)
+def test_pruning_keeps_the_files_that_no_run_wrote(train, a_copy):
+    run = a_copy
     (run / "checkpoints" / "step_00000003" / "eval.json").write_text("mine")
     (run / "model" / "notes.md").write_text("mine")
     train(None, "--resume_from_checkpoint", str(run), "--save_total_limit", "1", max_steps=9)
@@ -154,35 +154,32 @@ def test_pruning_keeps_the_files_that_no_run_wrote(train, tmp_path):
 
 
 @pytest.mark.parametrize("remainder", ["checkpoints", "status"])
-def test_an_old_run_without_a_mark_is_recognized_and_marked_on_resume(train, tmp_path, remainder):
-    run = train(tmp_path / "run", max_steps=3)
+def test_an_old_run_without_a_mark_is_recognized_and_marked_on_resume(train, a_copy, remainder):
+    run = a_copy
     (run / MARK).unlink()
     if remainder == "checkpoints":
         (run / "status.json").unlink()
         (run / "events.jsonl").unlink()
+        train(None, "--resume_from_checkpoint", str(run), max_steps=6)
     else:  # killed before its first checkpoint
         shutil.rmtree(run / "checkpoints")
         shutil.rmtree(run / "model")
-    train(None, "--resume_from_checkpoint", str(run), max_steps=6) if remainder == "checkpoints" else train(
-        run, max_steps=3
-    )
+        train(run, max_steps=3)
     assert is_marked(run, "run")
 
 
-def test_a_model_without_its_checkpoints_is_not_replaced(train, tmp_path):
-    run = train(tmp_path / "run", max_steps=3)
-    twin = shutil.copytree(run, tmp_path / "other")
-    shutil.rmtree(run / "checkpoints")
-    for options in ((), ("--seed", "3"), ("--resume_from_checkpoint", str(twin), "--eval_strategy", "no")):
-        sentence = "run contains a model, but no checkpoint that this command can resume"
-        refuse(run, sentence, train, run, *options, max_steps=3)
-    train(run, "--overwrite_output_dir", max_steps=3)
-    (run / "config.yaml").unlink()
-    assert_user_error(r"run has no config.yaml; restore it from a backup", train, run, max_steps=3)
+def test_a_model_without_its_checkpoints_is_not_replaced(train, run, a_copy):
+    shutil.rmtree(a_copy / "checkpoints")
+    for options in ((), ("--seed", "3"), ("--resume_from_checkpoint", str(run), "--eval_strategy", "no")):
+        sentence = "tiny contains a model, but no checkpoint that this command can resume"
+        refuse(a_copy, sentence, train, a_copy, *options, max_steps=3)
+    train(a_copy, "--overwrite_output_dir", max_steps=3)
+    (a_copy / "config.yaml").unlink()
+    assert_user_error(r"tiny has no config.yaml; restore it from a backup", train, a_copy, max_steps=3)
 
 
-def test_a_folder_with_another_name_is_not_a_checkpoint(train, tmp_path):
-    run = train(tmp_path / "run", max_steps=3)
+def test_a_folder_with_another_name_is_not_a_checkpoint(train, a_copy):
+    run = a_copy
     shutil.copytree(run / "checkpoints" / "step_00000003", run / "checkpoints" / "step_9")
     train(None, "--resume_from_checkpoint", str(run), max_steps=6)
     assert RunFolder(run).newest_step() == 6

@@ -57,7 +57,6 @@ def runs(launch, store, tmp_path_factory) -> Path:
         run(store, folder / "fsdp_muon", FSDP, **MUON),
         run(store, folder / "fsdp_muon_resumed", FSDP, resume_from=folder / "fsdp_muon", **MUON),
         run(store, folder / "ddp_muon", DDP, **MUON),
-        run(store, folder / "ddp_muon_resumed", DDP, resume_from=folder / "ddp_muon", **MUON),
         run(store, folder / "fsdp_bf16", FSDP, mixed_precision="bf16", gradient_checkpointing=True, max_steps=3),
         run(store, folder / "fsdp_offloaded", FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}),
         run(store, folder / "alone_to_fsdp", FSDP, resume_from=folder / "alone"),
@@ -70,12 +69,11 @@ def runs(launch, store, tmp_path_factory) -> Path:
     result = launch(*TWO_PROCESSES, "tests/several_processes.py", folder / "pair.json")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("passed: check_") == 10
-    assert result.stdout.count("2 processes, model and optimizer sharded") == 8
+    assert result.stdout.count("2 processes, model and optimizer sharded") == 8  # all with FSDP
     assert result.stdout.count(", compiled, ") == 3 * COMPILES
     assert result.stdout.count("Time per step (steps 4 to 6)") == 1
-    for name in ("fsdp", "ddp"):
-        checkpoint = folder / name / "checkpoints" / "step_00000003"
-        trained(store, folder / f"{name}_to_alone", **SETTINGS, resume_from_checkpoint=checkpoint)
+    checkpoint = folder / "fsdp" / "checkpoints" / "step_00000003"
+    trained(store, folder / "fsdp_to_alone", **SETTINGS, resume_from_checkpoint=checkpoint)
     return folder
 
 
@@ -91,15 +89,17 @@ def assert_same(run: Path, expectation: Path, tolerance: float = 1e-6) -> None:
     assert (6, "eval_loss") in actual
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "fsdp_offloaded"])
-def test_two_processes_train_like_one_with_tied_head_and_accumulation(runs, name):
-    assert_same(runs / "fsdp_tied", runs / "alone_tied")
-    assert_same(runs / name, runs / "alone")
-    assert numbers(runs / name).keys() == numbers(runs / "alone").keys()
-    assert (runs / name / "samples.md").read_text() == (runs / "alone" / "samples.md").read_text()
+@pytest.mark.parametrize(
+    ("name", "alone"),
+    [("ddp", "alone"), ("fsdp", "alone"), ("fsdp_offloaded", "alone"), ("fsdp_tied", "alone_tied")],
+)
+def test_two_processes_train_like_one(runs, name, alone):
+    assert_same(runs / name, runs / alone)
+    assert numbers(runs / name).keys() == numbers(runs / alone).keys()
+    assert (runs / name / "samples.md").read_text() == (runs / alone / "samples.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["alone_to_fsdp", "fsdp_to_ddp", "fsdp_to_alone", "ddp_to_alone"])
+@pytest.mark.parametrize("name", ["alone_to_fsdp", "fsdp_to_ddp", "fsdp_to_alone"])
 def test_a_run_resumes_with_another_number_of_processes(runs, name):
     assert_same(runs / name, runs / "alone")
     assert min(numbers(runs / name))[0] == 4
@@ -123,13 +123,13 @@ def test_two_processes_train_at_default_settings(runs, name):
         assert actual[step, "loss"] == pytest.approx(expectation[step, "loss"], abs=2e-2)
 
 
-def test_two_processes_resume_bitwise_at_default_settings(runs):
-    assert_equal(weights(runs / "ddp_defaults"), weights(runs / "ddp_defaults_resumed"))
+@pytest.mark.parametrize("name", ["ddp_defaults", "fsdp_muon"])
+def test_two_processes_resume_bitwise(runs, name):
+    assert_equal(weights(runs / name), weights(runs / f"{name}_resumed"))
 
 
 @pytest.mark.parametrize("name", ["ddp_muon", "fsdp_muon"])
-def test_muon_on_two_processes_trains_like_on_one_and_resumes_bit_for_bit(runs, name):
-    assert_equal(weights(runs / name), weights(runs / f"{name}_resumed"))
+def test_muon_on_two_processes_trains_like_on_one(runs, name):
     assert numbers(runs / name).keys() == numbers(runs / "alone_muon").keys()
     assert_same(runs / name, runs / "alone_muon", tolerance=1e-3)
 
@@ -156,10 +156,9 @@ def test_checkpoints_are_equal_for_all_kinds_of_processes(runs, actual, referenc
 
 
 def test_bf16_and_recomputed_activations_are_close(runs):
-    expectation = numbers(runs / "alone")
-    for (step, name), value in numbers(runs / "fsdp_bf16").items():
-        if name == "loss" and step < 3:
-            assert value == pytest.approx(expectation[step, name], abs=1e-2)
+    actual, expectation = numbers(runs / "fsdp_bf16"), numbers(runs / "alone")
+    for step in (1, 2):
+        assert actual[step, "loss"] == pytest.approx(expectation[step, "loss"], abs=1e-2)
     tensors = shapes(runs / "fsdp_bf16" / "model" / "model.safetensors")
     assert {dtype for _, dtype in tensors.values()} == {"F32"}
 
