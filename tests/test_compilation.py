@@ -27,6 +27,7 @@ LIBRARY = Path(torch.__file__).parent / "lib" / "libshm.so"  # a small real libr
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(compilation, "LINKING", 0)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     content = LIBRARY.read_bytes()
     (table,), sizes = struct.unpack_from("<Q", content, 40), struct.unpack_from("<2H", content, 58)
     content = content[: table + sizes[0] * sizes[1]]  # some builds of torch have bytes behind the section table
@@ -42,14 +43,14 @@ def left(cache: Path) -> set[str]:
 
 
 def test_incomplete_libraries_are_removed(cache):
-    remove_incomplete_libraries(cache)
+    remove_incomplete_libraries()
     assert left(cache) == {"whole"}
 
 
 def test_library_that_is_being_linked_is_kept(cache, monkeypatch):
     path = cache / "header" / "header.main.so"
     monkeypatch.setattr(time, "sleep", lambda _seconds: os.utime(path, ns=(0, 0)))  # as if written meanwhile
-    remove_incomplete_libraries(cache)
+    remove_incomplete_libraries()
     assert left(cache) == {"whole", "header"}
 
 

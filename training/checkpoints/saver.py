@@ -130,9 +130,8 @@ class Saver(AbstractContextManager):
         if self.accelerator.is_main_process:
             self.task = BackgroundTask(partial(self._write, state), THREAD, niceness=19)
             self.task.start()
-            seconds = {"seconds_waiting": after_wait - begin, "seconds_copying": time.perf_counter() - after_wait}
-            seconds = {name: round(value, 4) for name, value in seconds.items()}
-            record(self.folder.events, "saving", self.saved_step, **seconds)
+            waiting, copying = round(after_wait - begin, 4), round(time.perf_counter() - after_wait, 4)
+            record(self.folder.events, "saving", self.saved_step, seconds_waiting=waiting, seconds_copying=copying)
 
     @property
     def failed(self) -> bool:

@@ -136,9 +136,9 @@ def _holder(lock: str) -> str:
     return "another process"
 
 
-def remove_incomplete_libraries(cache: Path | None = None) -> None:
+def remove_incomplete_libraries() -> None:
     """Delete the shared libraries in Inductor's cache that are incomplete and that no process is writing."""
-    libraries = Path(cache or cache_dir()).rglob("*.so")
+    libraries = Path(cache_dir()).rglob("*.so")
     candidates = {path: path.stat().st_mtime_ns for path in libraries if not is_complete(path)}
     if candidates:
         time.sleep(LINKING)

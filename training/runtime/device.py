@@ -148,19 +148,18 @@ def without_kernels(name: str, capability: tuple[int, int], build: str) -> str:
 
 def _precision(choice: str) -> str:
     has_gpu = torch.cuda.is_available()
-    has_bf16 = has_gpu and computes_bf16()
     if choice == "auto":  # the launcher also exports `no` if the user set nothing
         choice = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "auto")
     if choice == "fp16" and not has_gpu:
         raise UserError("mixed_precision is fp16, which needs a GPU, and none was found; use bf16, no or auto.")
-    if choice == "bf16" and has_gpu and not has_bf16:
+    if choice == "bf16" and has_gpu and not computes_bf16():
         gpu = torch.cuda.get_device_name()
         raise UserError(f"mixed_precision is bf16, which {gpu} does not support; use fp16 or auto.")
     if choice != "auto":
         return choice
-    if has_gpu:
-        return "bf16" if has_bf16 else "fp16"
-    return "bf16" if computes_bf16() and not torch.backends.mps.is_available() else "no"
+    if computes_bf16() and not torch.backends.mps.is_available():
+        return "bf16"
+    return "fp16" if has_gpu else "no"
 
 
 def computes_bf16() -> bool:

@@ -12,13 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from common.errors import UserError
 from common.limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.step.model import ModelArguments
 from training.step.muon import Muon, momentum_at
 from training.step.size import ModelSize, size_of
-from training.step.tensors import local, open_tensors, shard_like, verified
+from training.step.tensors import local, read_tensors, shard_like
 
 
 @dataclass
@@ -250,21 +249,18 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, is_averaged: bool = False) -> None:
     """Load the moments of a safetensors file into `optimizer`, built for `model`. Its hyperparameters do not change.
-    `is_averaged`: the file also has the weights. Raise a `UserError` if the file's tensors do not match the optimizer,
-    or hold values that no run writes."""
+    `is_averaged`: the file also has the weights. Raise a `UserError` like `read_tensors`."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[torch.Tensor, dict[str, torch.Tensor]] = {parameter: {} for parameter in parameters}
     weights = named_weights(model) if is_averaged else {}
     shapes = moment_shapes(model, optimizer) | {name: weight.shape for name, weight in weights.items()}
-    with open_tensors(path) as file:  # one tensor at a time: only this process's shard is kept
-        if wrong := sorted(set(file.keys()) ^ shapes.keys()):
-            raise UserError(f"{path} does not fit the model and its optimizer: {', '.join(wrong[:5])}.")
-        for name, parameter, key in _moments(model, optimizer):
-            full = verified(file.get_tensor(name), name, shapes[name], path)
+    places = {name: (parameter, key) for name, parameter, key in _moments(model, optimizer)}
+    for name, full in read_tensors(path, shapes):
+        if name in weights:
+            local(weights[name]).data.copy_(local(shard_like(full, weights[name])))
+        else:
+            parameter, key = places[name]
             state[parameter][key] = shard_like(full, parameter)
-        for name, weight in weights.items():
-            full = verified(file.get_tensor(name), name, weight.shape, path)
-            local(weight).data.copy_(local(shard_like(full, weight)))
     states = dict(enumerate(state.values()))
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
 

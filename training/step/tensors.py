@@ -1,9 +1,7 @@
 """Saved tensors: whole, in fp32, and verified on reading."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,33 +40,34 @@ def whole_like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(shard, parameter.device_mesh, parameter.placements, **layout).full_tensor()
 
 
-@contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
-    """Open a safetensors file. Raise a `UserError` if it cannot be read."""
+def read_tensors(path: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a safetensors file with their names, one at a time, so that a caller can keep its shard only.
+    Raise a `UserError` if the file cannot be read, or if names, shapes, types or values are not those of a saved run
+    with these `shapes`."""
     try:
         with safe_open(path, framework="pt") as file:
-            yield file
+            if wrong := sorted(set(file.keys()) ^ shapes.keys()):
+                names = ", ".join(wrong[:5])
+                raise UserError(f"{path} does not fit the model of config.json and its optimizer: {names}.")
+            for name, shape in shapes.items():
+                tensor = file.get_tensor(name)
+                _check(tensor, shape, f"{path}: {name}")
+                yield name, tensor
     except SafetensorError as error:
         raise UserError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
 
 
-def verified(tensor: torch.Tensor, name: str, shape: torch.Size, path: Path) -> torch.Tensor:
-    """Return the tensor. Raise a `UserError` if its shape, type or values are not those of a saved run."""
-    problem = None
+def _check(tensor: torch.Tensor, shape: torch.Size, name: str) -> None:
     if tensor.shape != shape or tensor.dtype != torch.float32:
         problem = f"{tuple(tensor.shape)} of {tensor.dtype} instead of {tuple(shape)} of torch.float32"
-    elif not tensor.sum().isfinite() and not tensor.isfinite().all():
-        problem = "not finite"
-    if problem is not None:
-        raise UserError(f"{path}: {name} is {problem}; resume from another checkpoint.")
-    return tensor
+        raise UserError(f"{name} is {problem}; resume from another checkpoint.")
+    if not tensor.sum().isfinite() and not tensor.isfinite().all():
+        raise UserError(f"{name} is not finite; resume from another checkpoint.")
 
 
+@torch.no_grad()
 def load_checkpoint_weights(path: Path, model: nn.Module) -> None:
-    """Load a safetensors file into `model`, which is not yet sharded. Raise a `UserError` if they do not match."""
+    """Load a safetensors file into `model`, which is not yet sharded. Raise a `UserError` like `read_tensors`."""
     parameters = dict(model.named_parameters())  # without a tied head
-    with open_tensors(path) as file, torch.no_grad():
-        if wrong := sorted(set(file.keys()) ^ parameters.keys()):
-            raise UserError(f"{path} does not fit its config.json: {', '.join(wrong[:5])}.")
-        for name, parameter in parameters.items():
-            parameter.copy_(verified(file.get_tensor(name), name, parameter.shape, path))
+    for name, tensor in read_tensors(path, {name: parameter.shape for name, parameter in parameters.items()}):
+        parameters[name].copy_(tensor)
