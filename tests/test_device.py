@@ -7,8 +7,10 @@ import psutil
 import pytest
 import torch
 
-from conftest import assert_user_error
+from conftest import assert_user_error, flags
 from modeling_gpt2scratch import GPT2ScratchConfig
+from training.config import read_config
+from training.preflight import setup_of
 from training.runtime.device import DeviceArguments, Setup, decide, has_kernels, kernel_of_sdpa
 from training.step.loss import NextTokenLoss
 from training.step.model import build_model
@@ -43,6 +45,13 @@ def test_bf16_residual_changes_the_residual_stream_but_not_the_weights(bf16_resi
     streams.clear()
     model(inputs)  # like `generate`, without autocast
     assert streams == [torch.float32] * 2
+
+
+@pytest.mark.parametrize(("choice", "compiles"), [("auto", True), ("False", False)])
+def test_the_setup_of_another_device_follows_its_datasheet_and_the_flags(store, choice, compiles):
+    options = {"data": store.folder, "plan_device": "t4-16gb", "torch_compile": choice}
+    setup = setup_of(read_config(["--plan", *flags(**options)]))
+    assert (setup.mixed_precision, setup.torch_compile) == ("fp16", compiles)
 
 
 def test_gradient_checkpointing_is_enabled_on_request():

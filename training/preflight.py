@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import psutil
 import torch
@@ -62,9 +61,9 @@ def setup_of(config: TrainConfig) -> Setup:
     notes = ()
     if rental.too_old is not None:
         notes = (without_kernels(f"the {rental.name}", rental.too_old, "PyTorch's build for CUDA 13"),)
-    precision, device = best if precision == "auto" else precision, config.device
-    options = {name: getattr(device, name) for name in ("torch_compile_mode", "gradient_checkpointing")}
-    return Setup(precision, device.torch_compile != "false", "sdpa", notes, **options)
+    settings = {"mixed_precision": best if precision == "auto" else precision, "attn_implementation": "sdpa"}
+    settings["torch_compile"] = config.device.torch_compile.lower() != "false"
+    return Setup(notes=notes, **vars(config.device) | settings)
 
 
 def check(config: TrainConfig) -> None:
@@ -116,8 +115,7 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     backup_dir, keep = config.backup.backup_dir, config.checkpoints_kept
     backup = Backup(backup_dir, folder, keep, say) if backup_dir is not None else None
     choose = partial(choose_checkpoint, config.run, config.settings, backup, bool(restarted().get("has_begun")), say)
-    path = on_main(accelerator, lambda: str(choose() or ""))
-    checkpoint = Path(path) if path else None
+    checkpoint = on_main(accelerator, choose)
     state = load_state(checkpoint) if checkpoint is not None else None
     position = resume_position(state, store.metadata.identity, restarted().get("passed_over", ()))
     plan = make_plan(config, store, tokenizer, accelerator, setup, position)
@@ -132,11 +130,11 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     changes += jump_at(position.step, state.settings if state else {}, plan.max_steps, config.optim)
     state = replace(state or TrainState(position, {}), position=position, settings=settings)
     start = ResumePoint(checkpoint, state, changes)
-    is_due = plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, start.step)
-    has_it = on_main(accelerator, lambda: has_evaluation(folder.metrics, start.step))
-    start = replace(start, owes_validation=is_due and start.is_own(folder) and not has_it)
     if checkpoint is None and (source := config.pretrained_source) is not None:
         start = replace(start, owes_validation=True, pretrained=partial(load_pretrained, source))
+    elif plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, start.step):
+        has_it = on_main(accelerator, lambda: has_evaluation(folder.metrics, start.step))
+        start = replace(start, owes_validation=start.is_own(folder) and not has_it)
     placement = plan.placement.where, accelerator.device, config.batch.mask_documents
     data = RunData(store, tokenizer, *(place_tokens(store, split, *placement) for split in SPLITS))
     return Run(folder, accelerator, setup, data, plan, start, backup, with_prompts(config.sampling, store, tokenizer))
