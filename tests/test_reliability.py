@@ -1,8 +1,8 @@
 """Reliability: kills, stops, memory and disk errors and damaged files, with real processes; the final weights are
 equal."""
 
-import itertools
 import json
+import math
 import os
 import pickle
 import random
@@ -18,7 +18,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors.torch import load_file, save, save_file
 from test_publishing import card_of
 
 import generate
@@ -46,6 +47,7 @@ from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.saver import refuse_full_disk
 from training.guard.lock import RunLock
 from training.runtime.device import DeviceArguments, decide
+from training.step.tensors import read_tensors
 
 DROPOUT = {"resid_pdrop": 0.1, "attn_pdrop": 0.1}
 LONG = {**TINY, **DROPOUT, "max_steps": 150, "save_steps": 1, "save_total_limit": 1, "eval_steps": 40}
@@ -390,33 +392,36 @@ def test_an_invalid_training_state_is_refused(run, change, expectation):
     assert_user_error(f"state.json cannot be read .*{expectation}", load_state, checkpoint)
 
 
-TENSORS = ("model.safetensors", "training_state/optimizer.safetensors")
-NO_TENSORS = [(TENSORS[0], b""), (TENSORS[1], b"\x00" * 8), ("config.json", b""), ("config.json", b"\xff" * 100)]
+OPTIMIZER = "training_state/optimizer.safetensors"
+HARMS = [("model.safetensors", b""), (OPTIMIZER, b"\x00" * 8), ("config.json", b""), ("config.json", b"\xff" * 100)]
 
 
-@pytest.mark.parametrize(
-    ("file", "harm"),
-    [*itertools.product(TENSORS, ("not finite", "bfloat16", r"\(15,\)", "does not fit")), *NO_TENSORS],
-)
-def test_invalid_checkpoint_files_are_refused(run, train, file, harm):
-    """The manifest matches the invalid file."""
-    path = run / "checkpoints" / "step_00000006" / file
-    if isinstance(harm, bytes):
-        path.write_bytes(harm)
-        harm = f"{path.name} (cannot be read|is not a configuration)"
-    else:
-        tensors = load_file(path)
-        name = next(name for name in tensors if "ln_f.weight" in name and "step" not in name)
-        tensor = tensors.pop(name)
-        if harm != "does not fit":
-            variants = {"not finite": tensor * float("nan"), "bfloat16": tensor.bfloat16()}
-            tensors[name] = variants.get(harm, tensor.flatten()[:-1])
-        save_file(tensors, path)
-        harm = rf"{path.name}.* {harm}.*transformer\.ln_f|{path.name}: transformer\.ln_f\.weight.* is .*{harm}"
-    checkpoint = path.parents[file.count("/")]
+@pytest.mark.parametrize(("file", "content"), [*HARMS, ("model.safetensors", None), (OPTIMIZER, None)])
+def test_invalid_checkpoint_files_are_refused(run, train, file, content):
+    """The manifest matches the invalid file, in which a value is infinite if `content` is None."""
+    checkpoint = run / "checkpoints" / "step_00000006"
+    path, tensors = checkpoint / file, load_file(checkpoint / (file if content is None else OPTIMIZER))
+    next(iter(tensors.values())).fill_(math.inf)
+    path.write_bytes(save(tensors) if content is None else content)
     (checkpoint / "manifest.json").unlink()
     _seal(checkpoint, 6)
-    assert_user_error(harm, train, None, "--resume_from_checkpoint", str(run), max_steps=8)
+    sentence = f"{path.name}.* (cannot be read|is not a configuration|is not finite)"
+    assert_user_error(sentence, train, None, resume_from_checkpoint=run, max_steps=8)
+
+
+WRONG_TENSORS = [
+    ({"w": torch.full((4,), math.nan)}, "w is not finite"),
+    ({"w": torch.zeros(4, dtype=torch.bfloat16)}, r"w is \(4,\) of torch.bfloat16 instead of \(4,\) of torch.float32"),
+    ({"w": torch.zeros(3)}, r"w is \(3,\) of torch.float32 instead of \(4,\)"),
+    ({"w": torch.zeros(4), "v": torch.zeros(4)}, "does not fit the model .*: v"),
+    ({}, "does not fit the model .*: w"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "sentence"), WRONG_TENSORS)
+def test_tensors_that_no_run_saved_are_refused(tmp_path, tensors, sentence):
+    save_file(tensors, tmp_path / "x")
+    assert_user_error(sentence, lambda: dict(read_tensors(tmp_path / "x", {"w": torch.Size((4,))})))
 
 
 def test_user_notes_and_links_in_the_run_folder_are_harmless(run, train, tmp_path):
@@ -433,25 +438,17 @@ def test_user_notes_and_links_in_the_run_folder_are_harmless(run, train, tmp_pat
     assert (tmp_path / "elsewhere" / "step_00000006" / "model.safetensors").exists()
 
 
-@pytest.fixture
-def noisy_store(tmp_path):
-    """Token store of an easy text with a stretch of noise."""
-    folder = tmp_path
-    easy = "abcdefgh" * 16_000
+def test_a_spike_is_printed_and_recorded_and_a_rollback_skips_its_batches(launch, tmp_path):
+    """An easy text has a stretch of noise."""
+    run, easy = tmp_path / "run", "abcdefgh" * 16_000
     noise = "".join(random.Random(0).choice("ijklmnopqrstuvwxyz") for _ in range(200))
-    (folder / "text.txt").write_text(easy[:64_000] + noise + easy)
+    (tmp_path / "text.txt").write_text(easy[:64_000] + noise + easy)
     corpus = {"validation_fraction": 0.05}
-    return tokenized(folder / "text.txt", folder / "store", corpus, tokenizer_type="character")
-
-
-SPIKY = {"tokens_per_step": 128, "max_steps": 400, "save_steps": 50, "eval_strategy": "no", "min_learning_rate": 0.005}
-SPIKY |= {"sample_prompts": "abc", "save_total_limit": 1}
-
-
-def test_a_spike_is_printed_and_recorded_and_a_rollback_skips_its_batches(launch, noisy_store, tmp_path):
-    run = tmp_path / "run"
-    settings = TINY | SPIKY | {"on_spike": "rollback", "spike_z_score": 20}
-    result = launch("train_accelerate.py", *flags(data=noisy_store.folder, output_dir=run, **settings))
+    store = tokenized(tmp_path / "text.txt", tmp_path / "store", corpus, tokenizer_type="character")
+    settings = TINY | {"tokens_per_step": 128, "max_steps": 400, "save_steps": 50, "min_learning_rate": 0.005}
+    settings |= {"eval_strategy": "no", "sample_prompts": "abc", "save_total_limit": 1}
+    settings |= {"on_spike": "rollback", "spike_z_score": 20}
+    result = launch("train_accelerate.py", *flags(data=store.folder, output_dir=run, **settings))
     assert result.returncode == 0, result.stderr
     assert "standard deviations above its mean" in result.stdout
     events = lines(run / "events.jsonl")
