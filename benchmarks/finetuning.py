@@ -9,7 +9,6 @@ import importlib.metadata
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import mean
@@ -19,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_gpt2scratch  # noqa: F401  registers the architecture
-from benchmarks.results import REPOSITORY, about, device_kind, write
+from benchmarks.results import about, device_kind, run_python, write
 from common.command_line import run
 from common.errors import UserError
 from examples.python_chats import DECLINED, IN_CHATS, IN_PAIRS, MODULE, questions_and_answers
@@ -61,10 +60,9 @@ def answers(folder: Path, questions: list[str]) -> list[tuple[str, bool]]:
 
 def tune(recipe: str, model: str, data: Path, folder: Path, flags: list[str]) -> dict[str, list[float]]:
     """Run a recipe with `flags` from the command line, and return its measurements before and after."""
-    named = ["--data", str(data), "--output_dir", str(folder), *flags]
-    command = [sys.executable, "-m", f"examples.{recipe}", model, *named]
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # the number of threads changes the order of sums
-    subprocess.run(command, cwd=REPOSITORY, env=one_thread, stdout=subprocess.DEVNULL, check=True)
+    command = ["-m", f"examples.{recipe}", model, "--data", data, "--output_dir", folder, *flags]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # the number of threads changes the order of sums
+    run_python(*command, env=one_thread, stdout=subprocess.DEVNULL)
     card = (folder / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([a-z, ]+) \| ([\d.]+) \| ([\d.]+) \|", card, re.MULTILINE)
     return {name: [float(before), float(after)] for name, before, after in rows}

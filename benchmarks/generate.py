@@ -21,10 +21,9 @@ Ratios are computed within a round.
 import json
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -33,8 +32,9 @@ import transformers
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.results import REPOSITORY, about, device_kind, spread, write
+from benchmarks.results import about, device_kind, run_python, spread, write
 from common.command_line import FlagParser, run
+from common.limits import setting
 from modeling_gpt2scratch.conversion_gpt2scratch import from_gpt2
 from modeling_gpt2scratch.loading import arrange_weights
 from training.evaluation.sampling import compiled, generation_config
@@ -57,17 +57,11 @@ PROMPT_TOKENS, WARM_UPS = 32, 1 if not ON_GPU else 3
 
 @dataclass
 class GenerateArguments:
-    models: list[str] = field(
-        default_factory=lambda: list(SHAPES), metadata={"help": "Models to measure: small, gpt2."}
-    )
-    dtype: Literal["float32", "bfloat16"] = field(
-        default="float32", metadata={"help": "Data type of the weights of all contestants."}
-    )
-    batch_sizes: list[int] = field(
-        default_factory=lambda: [1, 32], metadata={"help": "Texts that are generated at once.", "minimum": 1}
-    )
-    repeats: int = field(default=5 if ON_GPU else 2, metadata={"help": "Timings per process.", "minimum": 1})
-    rounds: int = field(default=5 if ON_GPU else 3, metadata={"help": "Processes per contestant.", "minimum": 1})
+    models: list[str] = setting(list(SHAPES), "Models to measure: small, gpt2.")
+    dtype: Literal["float32", "bfloat16"] = setting("float32", "Data type of the weights of all contestants.")
+    batch_sizes: list[int] = setting([1, 32], "Texts that are generated at once.", minimum=1)
+    repeats: int = setting(5 if ON_GPU else 2, "Timings per process.", minimum=1)
+    rounds: int = setting(5 if ON_GPU else 3, "Processes per contestant.", minimum=1)
 
 
 class Clock(BaseStreamer):
@@ -109,26 +103,20 @@ def contest(contestant: str, folder: str, dtype: str, batch_sizes: list[int], ne
 
 def in_a_process(*arguments) -> dict:
     """Call `contest` with these arguments in a fresh process."""
-    command = [sys.executable, "-c", "import sys, benchmarks.generate as b; b.answer(sys.argv[1])"]
-    done = subprocess.run(
-        [*command, json.dumps(arguments)], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def answer(question: str) -> None:
-    print(json.dumps(contest(*json.loads(question))))
+    script = f"import json; from benchmarks.generate import contest; print(json.dumps(contest(*{arguments!r})))"
+    return json.loads(run_python("-c", script, stdout=subprocess.PIPE).stdout.splitlines()[-1])
 
 
 def compare(folder: str, new_tokens: int, options: GenerateArguments) -> list[dict]:
     """Run all contestants on one model, and return a summary per batch size."""
-    settings = (options.batch_sizes, new_tokens, options.repeats)
+    settings = (folder, options.dtype, options.batch_sizes, new_tokens, options.repeats)
     arranges = options.dtype == "float32" and not ON_GPU
     names = [name for name in CONTESTANTS if arranges or name != "gpt2scratch_arranged"]
-    rounds = []
-    for _ in range(options.rounds):
-        rounds.append({name: in_a_process(name, folder, options.dtype, *settings) for name in names})
-    return [summary([{name: run[name][str(size)] for name in names} for run in rounds], size) for size in settings[0]]
+    rounds = [{name: in_a_process(name, *settings) for name in names} for _ in range(options.rounds)]
+    return [
+        summary([{name: run[name][str(size)] for name in names} for run in rounds], size)
+        for size in options.batch_sizes
+    ]
 
 
 def summary(rounds: list[dict], batch_size: int) -> dict:

@@ -7,8 +7,6 @@ Each kill hits the launcher or one rank. Compilation, precision and threads have
 saved, and `--save_total_limit` is 1, so most kills interrupt the writing or removal of a checkpoint.
 """
 
-import datetime
-import hashlib
 import json
 import os
 import random
@@ -17,16 +15,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import torch
 
-from benchmarks.results import REPOSITORY, device_name
+from benchmarks.results import REPOSITORY, about, as_flags
+from common.atomic import file_sha256
 from common.command_line import FlagParser, run
 from common.errors import UserError
-from training.checkpoints.checkpoint import complete_checkpoints, damage, step_of
+from common.limits import setting
+from modeling_gpt2scratch.loading import WEIGHTS
+from training.checkpoints.checkpoint import complete_checkpoints, damage
+from training.checkpoints.metrics import read_metrics
 from training.checkpoints.run_folder import RunFolder
 from training.log.speed import SHOWN
 
@@ -49,11 +51,11 @@ SETTINGS = {
 
 @dataclass
 class KillsArguments:
-    kills: int = field(default=24, metadata={"help": "Number of kills."})
-    steps: int = field(default=400, metadata={"help": "Steps of the run.", "minimum": 1})
-    processes: int = field(default=1, metadata={"help": "Processes of the run: 1 or 2.", "minimum": 1, "maximum": 2})
-    seed: int = field(default=0, metadata={"help": "Seed of the moments and processes to kill."})
-    output: str | None = field(default=None, metadata={"help": "JSON file to write the result to."})
+    kills: int = setting(24, "Number of kills.")
+    steps: int = setting(400, "Steps of the run.", minimum=1)
+    processes: int = setting(1, "Processes of the run: 1 or 2.", minimum=1, maximum=2)
+    seed: int = setting(0, "Seed of the moments and processes to kill.")
+    output: str | None = setting(None, "JSON file to write the result to.")
 
 
 def start(folder: Path, text: Path, arguments: KillsArguments) -> subprocess.Popen:
@@ -61,17 +63,11 @@ def start(folder: Path, text: Path, arguments: KillsArguments) -> subprocess.Pop
     if arguments.processes > 1:
         launch += ["--config_file", "launch/two_cpu_processes.yaml"]
     settings = {**SETTINGS, "max_steps": arguments.steps, "data": text, "output_dir": folder}
-    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    command = [*launch, "train_accelerate.py", *as_flags(settings)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "OMP"))}
     with (folder.parent / "output.txt").open("a") as output:
-        return subprocess.Popen(
-            [*launch, "train_accelerate.py", *flags],
-            cwd=REPOSITORY,
-            env=environment,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+        options = {"stdout": output, "stderr": output, "start_new_session": True}
+        return subprocess.Popen(command, cwd=REPOSITORY, env=environment, **options)
 
 
 def finish(folder: Path, text: Path, arguments: KillsArguments) -> None:
@@ -79,34 +75,23 @@ def finish(folder: Path, text: Path, arguments: KillsArguments) -> None:
         raise UserError(f"The run failed: {(folder.parent / 'output.txt').read_text()[-2000:]}")
 
 
-def everything_of(launcher: subprocess.Popen) -> list[psutil.Process]:
-    try:
-        return psutil.Process(launcher.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
 def kill(launcher: subprocess.Popen, chance: random.Random) -> tuple[str, float]:
     """Kill the launcher or a random rank. Return its name and the seconds until all processes of the run have ended."""
-    workers = everything_of(launcher)
+    workers = []
+    with suppress(psutil.NoSuchProcess):
+        workers = psutil.Process(launcher.pid).children(recursive=True)
     victim = chance.choice(["launcher", *(f"rank {rank}" for rank in range(len(workers)))])
     began = time.monotonic()
     os.kill(launcher.pid if victim == "launcher" else workers[int(victim.split()[1])].pid, signal.SIGKILL)
     launcher.wait()
-    psutil.wait_procs(workers, timeout=120)
-    left = [worker for worker in workers if worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE]
-    if left:
+    _, left = psutil.wait_procs(workers, timeout=120)
+    if left := [worker for worker in left if worker.status() != psutil.STATUS_ZOMBIE]:
         raise UserError(f"These processes are still running: {left}.")
     return victim, time.monotonic() - began
 
 
-def weights_of(folder: Path) -> str:
-    return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
-
-
 def metrics_of(folder: Path) -> list[dict]:
-    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    timed = {*SHOWN, "seconds_to_first_step"}
+    timed, entries = {*SHOWN, "seconds_to_first_step"}, read_metrics(folder / "metrics.jsonl")
     return [{name: value for name, value in entry.items() if name not in timed} for entry in entries]
 
 
@@ -131,29 +116,31 @@ def main(arguments: list[str]) -> None:
             half_written = len(list((killed / "checkpoints").glob(".step_*")))
             victim, seconds = kill(launcher, chance)
             complete = complete_checkpoints(killed / "checkpoints")
-            damaged = [str(damage(checkpoint)) for checkpoint in complete if damage(checkpoint)]
-            half_written = max(half_written, len(list((killed / "checkpoints").glob(".step_*"))))
-            seen.append({"killed": victim, "seconds_until_all_ended": round(seconds, 2), "complete": len(complete)})
-            seen[-1] |= {"damaged": damaged, "half_written": half_written, "newest": step_of(complete[-1])}
-            print(seen[-1], flush=True)
+            found = {
+                "killed": victim,
+                "seconds_until_all_ended": round(seconds, 2),
+                "complete": len(complete),
+                "damaged": [reason for reason in map(damage, complete) if reason],
+                "half_written": max(half_written, len(list((killed / "checkpoints").glob(".step_*")))),
+                "newest": RunFolder(killed).newest_step(),
+            }
+            print(found, flush=True)
+            seen.append(found)
         finish(killed, text, options)
+        output = (Path(scratch) / "output.txt").read_text()
         result = {
-            "machine": device_name(),
-            "date": datetime.date.today().isoformat(),
-            "torch": torch.__version__,
-            "device": next(
-                line for line in (Path(scratch) / "output.txt").read_text().splitlines() if "Device:" in line
-            ),
+            **about("kills", arguments),
+            "device_line": next(line for line in output.splitlines() if "Device:" in line),
             "asked": vars(options),
             "kills": len(seen),
             "without_a_complete_checkpoint": sum(kill["complete"] == 0 for kill in seen),
             "damaged_checkpoints": sum(len(kill["damaged"]) for kill in seen),
             "with_a_half_written_one": sum(kill["half_written"] > 0 for kill in seen),
-            "same_weights": weights_of(straight) == weights_of(killed),
+            "same_weights": len({file_sha256(run / "model" / WEIGHTS) for run in (straight, killed)}) == 1,
             "same_metrics": metrics_of(straight) == metrics_of(killed),
             "each": seen,
         }
-    print(json.dumps({name: value for name, value in result.items() if name not in ("each", "machine")}, indent=2))
+    print(json.dumps({name: value for name, value in result.items() if name != "each"}, indent=2))
     if options.output:
         Path(options.output).write_text(json.dumps(result, indent=2) + "\n")
 

@@ -7,7 +7,7 @@ The batch is the same on all rungs. Each rung trains our model in a plain loop, 
 rounds.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,18 +16,17 @@ from benchmarks.contestants import Measurement, Rung, compete
 from benchmarks.results import about, device_kind, spread, write
 from benchmarks.workload import Workload, make_store
 from common.command_line import FlagParser, run
+from common.limits import setting
 
 
 @dataclass
 class LadderArguments:
-    preset: str = field(
-        default="shakespeare_char", metadata={"help": "Preset in presets/ that gives the model's shape."}
-    )
-    sequences: int = field(default=16, metadata={"help": "Sequences per step, in one micro-batch.", "minimum": 1})
-    rounds: int = field(default=3, metadata={"help": "Processes per rung.", "minimum": 1})
-    warmup: int = field(default=5, metadata={"help": "Steps before the first timed window."})
-    windows: int = field(default=3, metadata={"help": "Timed windows per process.", "minimum": 1})
-    steps: int = field(default=5, metadata={"help": "Steps per window.", "minimum": 1})
+    preset: str = setting("shakespeare_char", "Preset in presets/ that gives the model's shape.")
+    sequences: int = setting(16, "Sequences per step, in one micro-batch.", minimum=1)
+    rounds: int = setting(3, "Processes per rung.", minimum=1)
+    warmup: int = setting(5, "Steps before the first timed window.")
+    windows: int = setting(3, "Timed windows per process.", minimum=1)
+    steps: int = setting(5, "Steps per window.", minimum=1)
 
 
 NAIVE = Rung("memory_map_loop", False, False, "eager", False, False, False)

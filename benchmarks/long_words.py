@@ -11,7 +11,6 @@ import base64
 import json
 import random
 import resource
-import subprocess
 import sys
 import tempfile
 import time
@@ -58,9 +57,8 @@ def made(kind: str, megabytes: int, folder: Path) -> dict[str, Any]:
     text = TEXTS[kind](random.Random(0), megabytes * 1_000_000)
     source, store = folder / f"{kind}-{megabytes}.txt", folder / f"{kind}-{megabytes}"
     source.write_text(text, encoding="utf-8")
-    command = ["-m", "tokenizer.pretokenize", "--quiet", "--input", str(source), "--output", str(store)]
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, *command], check=True, cwd=results.REPOSITORY)
+    results.run_python("-m", "tokenizer.pretokenize", "--quiet", "--input", source, "--output", store)
     seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     verify(text, store)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

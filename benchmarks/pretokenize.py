@@ -8,28 +8,30 @@ system starts in a separate process, from the same jsonl file and the same 32,00
 The ids must be equal. The fastest of several runs counts. Systems that are not installed are skipped and listed in the result.
 """
 
-import argparse
-import datetime
-import importlib.metadata
 import itertools
 import json
 import os
-import platform
-import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
-from benchmarks.results import REPOSITORY, RESULTS, device_name
+from benchmarks.results import REPOSITORY, about, write
+from common.command_line import FlagParser, run
+from common.errors import UserError
+from common.limits import setting
 
 SUFFIXES = tuple(".py .txt .md .rst .h .html .json .po .pm .pl .js .c .xml .css .tex".split())
 VOCAB_SIZE = 32000
@@ -98,6 +100,16 @@ PEERS = {
 }
 
 
+@dataclass
+class PretokenizeArguments:
+    megabytes: int = setting(240, "Megabytes of text.", minimum=1)
+    num_proc: list[int] = setting(
+        sorted({1, os.cpu_count()}), "Numbers of processes to measure each system with.", minimum=1
+    )
+    repeats: int = setting(2, "Runs of each system; the fastest counts.", minimum=1)
+    result: str = setting("pretokenize-cpu.json", "Name of the file in benchmarks/results.")
+
+
 def texts(n_bytes: int) -> Iterator[str]:
     """Yield text files of this machine until `n_bytes` are reached, and repeat them if the machine has less.
 
@@ -153,58 +165,41 @@ def _timed_once(command: list[str], folder: Path) -> dict[str, float]:
         "HF_HUB_OFFLINE": "1",
     }
     os.sync()  # so that pending writes of the previous system delay no other
-    start = time.perf_counter()
-    process = subprocess.Popen(
-        command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
-    peak = [0]
-    watcher = threading.Thread(target=_watch, args=(process.pid, peak), daemon=True)
-    watcher.start()
-    _, error = process.communicate()
-    seconds = time.perf_counter() - start
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)[:200]} failed:\n{error.decode()[-2000:]}")
-    return {"seconds": round(seconds, 2), "peak_memory_mb": round(peak[0] / 1e6)}
+    start, peak = time.perf_counter(), 0
+    with (folder / "errors.txt").open("w+b") as errors:
+        process = psutil.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
+        while process.poll() is None:
+            peak = max(peak, _private_memory(process))
+            with suppress(psutil.TimeoutExpired):
+                process.wait(timeout=0.5)
+        seconds = time.perf_counter() - start
+        if process.returncode:
+            errors.seek(0)
+            raise UserError(f"{' '.join(command)[:200]} failed: {errors.read().decode()[-2000:]}")
+    return {"seconds": round(seconds, 2), "peak_memory_mb": round(peak / 1e6)}
 
 
-def _watch(pid: int, peak: list[int]) -> None:
-    while psutil.pid_exists(pid):
-        total = 0
-        try:
-            root = psutil.Process(pid)
-            for process in [root, *root.children(recursive=True)]:
-                memory = process.memory_info()  # `uss` would read all pages and slow the process down
-                total += memory.rss - memory.shared
-        except psutil.Error:
-            pass
-        peak[0] = max(peak[0], total)
-        time.sleep(0.5)
-
-
-def missing(packages: tuple[str, ...]) -> list[str]:
-    def is_there(package: str) -> bool:
-        try:
-            return bool(importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            return False
-
-    return [package for package in packages if not is_there(package)]
+def _private_memory(root: psutil.Process) -> int:
+    """Return the private bytes of a process and its children. `uss` would read all pages and slow them down."""
+    with suppress(psutil.Error):
+        memory = [process.memory_info() for process in (root, *root.children(recursive=True))]
+        return sum(part.rss - part.shared for part in memory)
+    return 0
 
 
 def measure(folder: Path, megabytes: int, num_proc: int, repeats: int) -> dict[str, Any]:
     documents = list(texts(megabytes * 1_000_000))
     text = written(documents, folder / "text.jsonl")
     size = sum(len(document.encode()) for document in documents)
-    run = [sys.executable, "-m", "tokenizer.pretokenize", "--num_proc", str(num_proc), "--cleaning", "none"]
-    made = [*run, "--input", str(text), "--output", str(folder / "made"), "--vocab_size", str(VOCAB_SIZE)]
+    command = [sys.executable, "-m", "tokenizer.pretokenize", "--num_proc", str(num_proc), "--cleaning", "none"]
+    made = [*command, "--input", str(text), "--output", str(folder / "made"), "--vocab_size", str(VOCAB_SIZE)]
     making = timed(made, folder, size, folder / "made", repeats)
-    run += ["--tokenizer", str(folder / "made" / "tokenizer")]
-    ours = [*run, "--input", str(text), "--output", str(folder / "ours")]
+    command += ["--tokenizer", str(folder / "made" / "tokenizer")]
+    ours = [*command, "--input", str(text), "--output", str(folder / "ours")]
     systems = {"gpt2scratch": timed(ours, folder, size, folder / "ours", repeats)}
-    reference = None
-    left_out = []
+    reference, left_out = None, []
     for name, (script, packages) in PEERS.items():
-        if absent := missing(packages):
+        if absent := [package for package in packages if find_spec(package) is None]:
             left_out.append(f"{name}: {', '.join(absent)} not installed")
             continue
         path, out = folder / f"{name}.py", folder / f"{name}.bin"
@@ -213,7 +208,7 @@ def measure(folder: Path, megabytes: int, num_proc: int, repeats: int) -> dict[s
         systems[name] = timed([sys.executable, str(path), *arguments], folder, size, out, repeats)
         reference = reference or out
         if out.read_bytes() != reference.read_bytes():
-            raise SystemExit(f"The ids of {name} differ from those of {reference.stem}.")
+            raise UserError(f"The ids of {name} differ from those of {reference.stem}.")
     if reference is not None:
         check_identical(folder / "ours", reference)
     seconds = systems["gpt2scratch"]["seconds"]
@@ -225,25 +220,23 @@ def measure(folder: Path, megabytes: int, num_proc: int, repeats: int) -> dict[s
         "times_as_fast": {
             name: round(s["seconds"] / seconds, 1) for name, s in systems.items() if name != "gpt2scratch"
         },
-        "gpt2scratch_otherwise": {"making_the_tokenizer": making} | other_texts(documents, run, folder, repeats),
+        "gpt2scratch_otherwise": {"making_the_tokenizer": making} | other_texts(documents, command, folder, repeats),
         "left_out": left_out,
     }
 
 
-def other_texts(documents: list[str], run: list[str], folder: Path, repeats: int) -> dict[str, dict[str, float]]:
+def other_texts(documents: list[str], command: list[str], folder: Path, repeats: int) -> dict[str, dict[str, float]]:
     """Measure whether the time per megabyte, or the memory, grows with the size of the text or of a document."""
-    quarter = documents[::4]
-    found = {
-        "a_quarter_of_the_text": (written(quarter, folder / "quarter.jsonl"), quarter),
-        "four_times_the_text": (written(documents * 4, folder / "four.jsonl"), documents * 4),
-    }
     (folder / "one.txt").write_text("\n".join(documents), encoding="utf-8")
-    found["all_in_one_document"] = (folder / "one.txt", documents)
+    inputs = {
+        "a_quarter_of_the_text": (written(documents[::4], folder / "quarter.jsonl"), documents[::4]),
+        "four_times_the_text": (written(documents * 4, folder / "four.jsonl"), documents * 4),
+        "all_in_one_document": (folder / "one.txt", documents),
+    }
     timings = {}
-    for name, (text, of_text) in found.items():
-        size = sum(len(document.encode()) for document in of_text)
-        command = [*run, "--input", str(text), "--output", str(folder / name)]
-        timings[name] = timed(command, folder, size, folder / name, repeats)
+    for name, (text, parts) in inputs.items():
+        of_text = [*command, "--input", str(text), "--output", str(folder / name)]
+        timings[name] = timed(of_text, folder, sum(len(part.encode()) for part in parts), folder / name, repeats)
         text.unlink()
     return timings
 
@@ -256,7 +249,6 @@ def written(documents: list[str], path: Path) -> Path:
 
 def check_identical(store: Path, reference: Path) -> None:
     """Check that the documents of both splits of the store equal those of the peer's single file."""
-    import numpy as np
 
     def of_split(name: str) -> list[bytes]:
         tokens = np.fromfile(store / f"{name}.bin", dtype="<u2")
@@ -267,40 +259,20 @@ def check_identical(store: Path, reference: Path) -> None:
     ends = np.flatnonzero(theirs == 0) + 1
     expected = [part.tobytes() for part in np.split(theirs, ends[:-1])]
     if sorted(of_split("train") + of_split("val")) != sorted(expected):
-        raise SystemExit("The ids of the store differ from those of its peers.")
+        raise UserError("The ids of the store differ from those of its peers.")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=240, help="Megabytes of text.")
-    parser.add_argument(
-        "--num_proc",
-        type=int,
-        nargs="+",
-        default=[1, os.cpu_count()],
-        help="Numbers of processes to measure each system with.",
-    )
-    parser.add_argument("--repeats", type=int, default=2, help="Runs of each system; the fastest counts.")
-    parser.add_argument("--result", default="pretokenize-cpu.json", help="Name of the file in benchmarks/results.")
-    options = parser.parse_args()
+def main(arguments: list[str]) -> None:
+    (options,) = FlagParser((PretokenizeArguments,), __doc__.splitlines()[0]).parse(arguments)
     runs = []
     for num_proc in sorted(set(options.num_proc)):
         with tempfile.TemporaryDirectory() as folder:
             runs.append(measure(Path(folder), options.megabytes, num_proc, options.repeats))
         print(json.dumps(runs[-1], indent=2), flush=True)
     packages = ("tokenizers", "pyarrow", "numpy", "datasets", "tiktoken", "transformers")
-    result = {
-        "command": shlex.join(["python", "-m", "benchmarks.pretokenize", *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        "machine": device_name(),
-        "python": platform.python_version(),
-        "versions": {name: importlib.metadata.version(name) for name in packages if not missing((name,))},
-        "runs": runs,
-    }
-    path = RESULTS / options.result
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(f"Wrote {path.name}.")
+    versions = {name: version(name) for name in packages if find_spec(name)}
+    write(options.result.removesuffix(".json"), about("pretokenize", arguments) | {"versions": versions, "runs": runs})
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -6,7 +6,6 @@ python -m benchmarks.quickstart          # writes benchmarks/results/quickstart-
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,7 +13,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.contestants import LAUNCH
-from benchmarks.results import REPOSITORY, about, device_kind, write
+from benchmarks.results import REPOSITORY, about, device_kind, run_python, write
+from training.checkpoints.metrics import read_metrics
 
 
 def main() -> None:
@@ -23,15 +23,9 @@ def main() -> None:
         clone = Path(folder) / "clone"
         subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), str(clone)], check=True)
         start = time.perf_counter()
-        subprocess.run(
-            [sys.executable, *LAUNCH],
-            cwd=clone,
-            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "inductor")},
-            check=True,
-        )
+        run_python(*LAUNCH, cwd=clone, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "inductor")})
         seconds = time.perf_counter() - start
-        run = clone / "runs" / "quickstart"
-        entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        entries = read_metrics(clone / "runs" / "quickstart" / "metrics.jsonl")
     speeds = sorted(entry["tokens_per_second"] for entry in entries if "tokens_per_second" in entry)
     last = [entry for entry in entries if "eval_loss" in entry][-1]
     result = {

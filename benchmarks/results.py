@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,17 @@ def about(module: str, arguments: list[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in PACKAGES},
     }
+
+
+def as_flags(settings: dict[str, Any]) -> list[str]:
+    return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+
+
+def run_python(
+    *command: Any, cwd: Path = REPOSITORY, check: bool = True, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with the words of a command line and the options of `subprocess.run`."""
+    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, check=check, text=True, **options)
 
 
 def commit() -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.results import REPOSITORY, RESULTS, about, commit, cpu_name, write
+from benchmarks.results import REPOSITORY, RESULTS, about, commit, cpu_name, run_python, write
 from common import schema
 from common.atomic import file_sha256
 from common.command_line import FlagParser, run
@@ -58,8 +58,7 @@ class RootModelArguments:
 
 def train(config: str, folder: str) -> RunFolder:
     """Train a preset, or resume its run."""
-    flags = ["--config", config, "--output_dir", folder]
-    if subprocess.run([sys.executable, "train_accelerate.py", *flags], cwd=REPOSITORY, check=False).returncode:
+    if run_python("train_accelerate.py", "--config", config, "--output_dir", folder, check=False).returncode:
         raise UserError(f"The run in {folder} did not end; run this command again to resume it.")
     return RunFolder(REPOSITORY / folder)
 
@@ -112,9 +111,8 @@ def fixed_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> fl
 def measure(run_folder: RunFolder) -> dict[str, Any]:
     """Return what docs/root_model.md states about the files in the root."""
     store = open_store(read_config(["--config", str(run_folder.config)]).recipe, print)
-    command = [sys.executable, "-m", "training.evaluate", ".", "--data", str(store.folder), "--json"]
-    command += ["--compare_with", QUICKSTART]
-    done = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
+    flags = ("--data", store.folder, "--json", "--compare_with", QUICKSTART)
+    done = run_python("-m", "training.evaluate", ".", *flags, stdout=subprocess.PIPE)
     warnings.simplefilter("ignore", SyntaxWarning)  # of code that the models write
     scores, functions = json.loads(done.stdout.splitlines()[-1]), {}
     for name in (".", QUICKSTART):

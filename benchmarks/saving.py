@@ -8,37 +8,32 @@ python -m benchmarks.saving --tokens_per_step 32768 --steps 200 --save_steps 50 
 
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.contestants import LAUNCH
-from benchmarks.results import REPOSITORY, about, device_kind, write
+from benchmarks.results import about, as_flags, device_kind, run_python, write
 from common.command_line import FlagParser, run
+from common.limits import setting
+from training.checkpoints.metrics import read_events, read_metrics
 
 
 @dataclass
 class SavingArguments:
-    data: str | None = field(
-        default=None,
-        metadata={"help": "Token store with a vocabulary of 32,000 tokens; default: one built from Python's sources."},
+    data: str | None = setting(
+        None, "Token store with a vocabulary of 32,000 tokens; default: one built from Python's sources."
     )
-    tokens_per_step: int = field(default=1024, metadata={"help": "Tokens per step.", "minimum": 1})
-    steps: int = field(default=24, metadata={"help": "Steps of the run.", "minimum": 1})
-    save_steps: int = field(default=8, metadata={"help": "Steps between checkpoints.", "minimum": 1})
-    torch_compile: str = field(default="false", metadata={"help": "As in train_accelerate.py."})
+    tokens_per_step: int = setting(1024, "Tokens per step.", minimum=1)
+    steps: int = setting(24, "Steps of the run.", minimum=1)
+    save_steps: int = setting(8, "Steps between checkpoints.", minimum=1)
+    torch_compile: str = setting("false", "As in train_accelerate.py.")
 
 
-def make_store(folder: Path) -> str:
-    command = ["--input", "python-standard-library", "--output", str(folder / "store"), "--vocab_size", "32000"]
-    subprocess.run([sys.executable, "-m", "tokenizer.pretokenize", *command], cwd=REPOSITORY, check=True)
-    return str(folder / "store")
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def make_store(folder: Path) -> Path:
+    flags = {"input": "python-standard-library", "output": folder / "store", "vocab_size": 32000}
+    run_python("-m", "tokenizer.pretokenize", *as_flags(flags))
+    return folder / "store"
 
 
 def main(arguments: list[str]) -> None:
@@ -60,12 +55,10 @@ def main(arguments: list[str]) -> None:
             "sample_tokens": 0,
             "torch_compile": options.torch_compile,
         }
-        flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
-        subprocess.run([sys.executable, *LAUNCH, *flags], cwd=REPOSITORY, check=True)
-        events, metrics = lines(folder / "events.jsonl"), lines(folder / "metrics.jsonl")
+        run_python(*LAUNCH, *as_flags(settings))
+        events, metrics = read_events(folder / "events.jsonl"), read_metrics(folder / "metrics.jsonl")
         size = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
     begun = [event for event in events if event["event"] == "saving"]
-    written = [event["seconds"] for event in events if event["event"] == "saved"]
     seconds = {
         entry["step"]: options.tokens_per_step / entry["tokens_per_second"]
         for entry in metrics
@@ -74,14 +67,13 @@ def main(arguments: list[str]) -> None:
     after_a_save = [seconds[event["step"] + 1] for event in begun if event["step"] + 1 in seconds]
     others = [value for step, value in seconds.items() if (step - 1) % options.save_steps]
     copying = [event["seconds_copying"] for event in begun]
-    waiting = [event["seconds_waiting"] for event in begun]
     result = {
         **about("saving", arguments),
         "checkpoint_bytes": size,
         "seconds_copying_first": copying[0],
         "seconds_copying": copying[1:],
-        "seconds_waiting_for_the_save_before": waiting,
-        "seconds_writing": written,
+        "seconds_waiting_for_the_save_before": [event["seconds_waiting"] for event in begun],
+        "seconds_writing": [event["seconds"] for event in events if event["event"] == "saved"],
         "seconds_a_step": round(statistics.median(others), 3),
         "seconds_of_the_step_after_a_save": [round(value, 3) for value in after_a_save],
     }

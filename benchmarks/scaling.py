@@ -11,12 +11,10 @@ import json
 import math
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +25,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from benchmarks.performance import DOCS, measured_on, table
-from benchmarks.results import PACKAGES, REPOSITORY, RESULTS, about
+from benchmarks.results import PACKAGES, RESULTS, about, as_flags, run_python
 from common import command_line
 from common.atomic import write_atomic
 from common.errors import UserError
+from common.limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.budget import scaling
 from training.checkpoints.metrics import read_metrics
@@ -54,16 +53,14 @@ Run = dict[str, Any]
 
 @dataclass
 class ScalingArguments:
-    hours: float = field(default=3.0, metadata={"help": "Start no run after this many hours."})
-    workers: int = field(default=2, metadata={"help": "Runs at once, on one thread each.", "minimum": 1})
+    hours: float = setting(3.0, "Start no run after this many hours.")
+    workers: int = setting(2, "Runs at once, on one thread each.", minimum=1)
 
 
 def model_of(run: Run, vocab_size: int) -> GPT2ScratchConfig:
     width = 64 * run["depth"]
-    context = scaling.best_context(width)
-    return GPT2ScratchConfig(
-        n_layer=run["depth"], n_head=run["depth"], n_embd=width, n_positions=context, vocab_size=vocab_size
-    )
+    shape = {"n_layer": run["depth"], "n_head": run["depth"], "n_embd": width, "vocab_size": vocab_size}
+    return GPT2ScratchConfig(**shape, n_positions=scaling.best_context(width))
 
 
 def tokens_of(run: Run, vocab_size: int) -> int:
@@ -98,9 +95,8 @@ def key(run: Run) -> str:
 
 def chosen(family: str, flops: float) -> Run:
     """Return the run that --budget chooses, with its settings, from the plan."""
-    command = [sys.executable, "train_accelerate.py", "--budget", f"{flops:g}flops", "--family", family]
-    command += ["--plan", "--plan_steps", "0"]
-    output = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    flags = {"budget": f"{flops:g}flops", "family": family, "plan": True, "plan_steps": 0}
+    output = run_python("train_accelerate.py", *as_flags(flags), capture_output=True).stdout
     settings = yaml.safe_load(output.split("--config:\n")[1])
     return {"family": family, "depth": settings["n_layer"], "flops": flops, "settings": settings}
 
@@ -109,20 +105,14 @@ def measure(run: Run, vocab_size: int) -> Run:
     """Train one run in a process with one thread. Return its loss, settings and times."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
-        flags = {name: value for name, value in run.items() if name != "flops"}
-        flags |= {
-            "max_train_tokens": tokens_of(run, vocab_size),
-            "output_dir": folder,
-            "save_strategy": "no",
-            "sample_tokens": 0,
-        }
-        command = [sys.executable, "train_accelerate.py"]
-        command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+        settings = {name: value for name, value in run.items() if name != "flops"}
+        settings |= {"max_train_tokens": tokens_of(run, vocab_size), "output_dir": folder}
+        flags = as_flags(settings | {"save_strategy": "no", "sample_tokens": 0})
         start = time.perf_counter()
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=REPOSITORY, env=environment, check=False, capture_output=True, text=True)
+        done = run_python("train_accelerate.py", *flags, env=environment, check=False, capture_output=True)
         if done.returncode != 0:
-            raise UserError(f"{' '.join(command)} failed: {done.stderr[-1500:]}")
+            raise UserError(f"train_accelerate.py {' '.join(flags)} failed: {done.stderr[-1500:]}")
         entries = read_metrics(folder / "metrics.jsonl")
         config = read_config(["--resume_from_checkpoint", str(folder)]).flat()
     last = [entry for entry in entries if "eval_loss" in entry][-1]
@@ -138,24 +128,19 @@ def measure(run: Run, vocab_size: int) -> Run:
     }
 
 
-def plan() -> dict[str, Run]:
-    """Return all runs by title."""
-    runs = {
-        f"{run['family']} {run['depth']} layers {run['flops']:g}": run for family in LADDER for run in ladder(family)
-    }
+def plan() -> list[Run]:
+    """Return all runs."""
+    runs = [run for family in LADDER for run in ladder(family)]
     for flops in CHECKED:
-        for name, of_seeds in neighbors(chosen("modern", flops)).items():
-            runs |= {f"{name} at {flops:g}, run {i}": run for i, run in enumerate(of_seeds)}
+        runs += [run for of_seeds in neighbors(chosen("modern", flops)).values() for run in of_seeds]
     return runs
 
 
 def optimum(rows: list[Run]) -> tuple[float, float, float]:
-    """Return parameters, tokens and bits per byte at the minimum of a parabola in log N through the three lowest losses of runs with equal FLOPs (approach
-    2 of Hoffmann et al. 2022)."""
-    nearest = sorted(rows, key=lambda row: row["eval_bits_per_byte"])[:3]
-    a, b, c = np.polyfit(
-        [math.log(row["parameters"]) for row in nearest], [row["eval_bits_per_byte"] for row in nearest], 2
-    )
+    """Return parameters, tokens and bits per byte at the minimum of a parabola in log N through the three lowest losses
+    of runs with equal FLOPs (approach 2 of Hoffmann et al. 2022)."""
+    nearest = sorted((row["eval_bits_per_byte"], math.log(row["parameters"])) for row in rows)[:3]
+    a, b, c = np.polyfit([size for _, size in nearest], [bits for bits, _ in nearest], 2)
     best = -b / (2 * a)
     by_size = sorted((math.log(row["parameters"]), math.log(row["tokens"])) for row in rows)
     return math.exp(best), math.exp(np.interp(best, *zip(*by_size, strict=True))), c - b**2 / (4 * a)
@@ -185,30 +170,34 @@ def main(arguments: list[str]) -> None:
     head, found = read(PATH)
     head = head or about("scaling", arguments) | {"data": "python-standard-library", "vocab_size": 2048}
     now = about("scaling", arguments)
-    if changed := [
-        f"{name} {head[name]}, now {now[name]}" for name in ("device", *PACKAGES) if head[name] != now[name]
-    ]:
+    changed = [f"{name} {head[name]}, now {now[name]}" for name in ("device", *PACKAGES) if head[name] != now[name]]
+    if changed:
         raise UserError(f"{PATH.name} was measured with {'; '.join(changed)}: use the same, or delete the file.")
-    missing = {key(run): run for run in plan().values() if key(run) not in found} if options.hours else {}
-    with ThreadPoolExecutor(options.workers) as pool:
 
-        def work(run: Run) -> None:
-            if time.monotonic() - began > 3600 * options.hours:
-                return
-            row = measure(run, head["vocab_size"])
-            found[key(run)] = row
-            write_atomic(PATH, "".join(json.dumps(line) + "\n" for line in [head, *found.values()]))
-            print(f"{key(run)}: {row['eval_bits_per_byte']:.4f} bits per byte, {row['seconds']:.0f} s", flush=True)
+    def work(run: Run) -> None:
+        if time.monotonic() - began > 3600 * options.hours:
+            return
+        row = measure(run, head["vocab_size"])
+        found[key(run)] = row
+        write_atomic(PATH, "".join(json.dumps(line) + "\n" for line in [head, *found.values()]))
+        print(f"{key(run)}: {row['eval_bits_per_byte']:.4f} bits per byte, {row['seconds']:.0f} s", flush=True)
 
-        list(pool.map(work, missing.values()))  # raises the error of a failed run
-    (DOCS / "budget.md").write_text(page(), encoding="utf-8")
-    if is_finished():
-        draw(PATH)
+    if options.hours:
+        missing = {key(run): run for run in plan() if key(run) not in found}
+        with ThreadPoolExecutor(options.workers) as pool:
+            list(pool.map(work, missing.values()))  # raises the error of a failed run
+    try:
+        text = page()
+    except LookupError as error:
+        raise UserError("The plan is not finished; run the same command again to resume it.") from error
+    (DOCS / "budget.md").write_text(text, encoding="utf-8")
+    draw(found)
     print("docs/budget.md is written.")
 
 
-def section(path: Path) -> str:
-    head, found = read(path)
+def section() -> str:
+    """Return the tables of the result file."""
+    head, found = read(PATH)
     depths = sorted({run["depth"] for family in LADDER for run in ladder(family)})
     sizes = {row["run"]["depth"]: row["parameters"] for row in found.values()}
     columns = ["family", "FLOPs", *(f"{depth} ({sizes[depth] / 1e6:.2f}M)" for depth in depths)]
@@ -232,45 +221,27 @@ def section(path: Path) -> str:
         "The choice of `--budget` for the modern family, and its neighbors:",
     ]
     for flops in CHECKED:
-        runs = {
-            name: [found[key(run)] for run in of_seeds] for name, of_seeds in neighbors(choice_of(flops, found)).items()
-        }
-        losses = {name: [one["eval_loss"] for one in of_seeds] for name, of_seeds in runs.items()}
-        means = {name: statistics.mean(of_seeds) for name, of_seeds in losses.items()}
-        rows = [
-            [
-                name,
-                f"{of_seeds[0]['settings']['tokens_per_step']:,}",
-                ", ".join(f"{loss:.3f}" for loss in losses[name]),
-                f"{means[name]:.3f}",
-                f"{means[name] / means['the choice'] - 1:+.1%}",
-            ]
-            for name, of_seeds in runs.items()
-        ]
-        rate = runs["the choice"][0]["settings"]["learning_rate"]
-        columns = [
-            f"{flops:g} FLOPs (choice: Muon's rate {rate:g})",
-            "tokens per step",
-            "losses by seed",
-            "mean",
-            "compared",
-        ]
-        parts.append(table(columns, rows))
-    return "\n\n".join([f"![Bits per byte by size and by FLOPs]({path.stem}.png)", *parts, measured_on(head, path)])
+        choice, rows, means = choice_of(flops, found), [], []
+        for name, of_seeds in neighbors(choice).items():
+            losses = [found[key(run)]["eval_loss"] for run in of_seeds]
+            means.append(statistics.mean(losses))
+            tokens_per_step = found[key(of_seeds[0])]["settings"]["tokens_per_step"]
+            row = [name, f"{tokens_per_step:,}", ", ".join(f"{loss:.3f}" for loss in losses)]
+            rows.append([*row, f"{means[-1]:.3f}", f"{means[-1] / means[0] - 1:+.1%}"])
+        title = f"{flops:g} FLOPs (choice: Muon's rate {choice['settings']['learning_rate']:g})"
+        parts.append(table([title, "tokens per step", "losses by seed", "mean", "compared"], rows))
+    return "\n\n".join([f"![Bits per byte by size and by FLOPs]({PATH.stem}.png)", *parts, measured_on(head, PATH)])
 
 
-def choice_of(flops: float, found: dict[str, Run]) -> Run | None:
-    """Return the choice at a checked budget from the finished runs: the run whose neighbors were measured. None: no neighbor was."""
-    varied = [row for row in found.values() if row["run"]["flops"] == flops and "tokens_per_step" in row["run"]]
-    if not varied:
-        return None
-    base = {name: varied[0]["run"][name] for name in ("family", "depth", "flops")}
+def choice_of(flops: float, found: dict[str, Run]) -> Run:
+    """Return the choice at a checked budget from the finished runs: the run whose neighbors were measured."""
+    varied = [row["run"] for row in found.values() if row["run"]["flops"] == flops and "tokens_per_step" in row["run"]]
+    base = {name: varied[0][name] for name in ("family", "depth", "flops")}
     return base | {"settings": found[key(base)]["settings"]}
 
 
-def draw(path: Path) -> None:
+def draw(found: dict[str, Run]) -> None:
     """Plot bits per byte by parameters, one curve per budget, and the minima by FLOPs with the fitted power law."""
-    _, found = read(path)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9, 3.8))
         by_size, by_flops = figure.subplots(1, 2, sharey=True)
@@ -291,24 +262,13 @@ def draw(path: Path) -> None:
         by_size.set_title("by size, with FLOPs", fontsize="medium")
         by_flops.set(xscale="log", xlabel="FLOPs")
         by_flops.legend()
-        figure.savefig(DOCS / f"{path.stem}.png")
+        figure.savefig(DOCS / f"{PATH.stem}.png")
 
 
 def page() -> str:
     """Return docs/budget.md with the tables of the result file between its markers."""
     before, rest = (DOCS / "budget.md").read_text(encoding="utf-8").split(BEGIN)
-    body = section(PATH) if is_finished() else "The plan is not finished."
-    return f"{before}{BEGIN}\n{body}\n{END}{rest.split(END)[1]}"
-
-
-def is_finished() -> bool:
-    _, found = read(PATH)
-    runs = [run for family in LADDER for run in ladder(family)]
-    for flops in CHECKED:
-        if (choice := choice_of(flops, found)) is None:
-            return False
-        runs += [run for of_seeds in neighbors(choice).values() for run in of_seeds]
-    return all(key(run) in found for run in runs)
+    return f"{before}{BEGIN}\n{section()}\n{END}{rest.split(END)[1]}"
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ python -m benchmarks.speedrun --verify benchmarks/results/speedrun-cpu.json
 
 import hashlib
 import json
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 import yaml
 from safetensors.torch import load_file
 
-from benchmarks.results import REPOSITORY, about, commit, cpu_name
+from benchmarks.results import about, commit, cpu_name, run_python
 from common import schema
 from common.command_line import FlagParser, run
 from common.errors import NONSENSE, UserError
@@ -45,9 +43,9 @@ class SpeedrunArguments:
 
 def train(folder: Path, config: Path | None) -> dict[str, Any]:
     """Train in `folder` and return the settings, the curve and the results. Raise a `UserError` if the run fails."""
-    how = ["--budget", "2m"] if config is None else ["--config", str(config)]
-    flags = ["--data", TEXT, "--validation_fraction", "0.05", "--output_dir", str(folder), *how]
-    if subprocess.run([sys.executable, "train_accelerate.py", *flags], cwd=REPOSITORY, check=False).returncode:
+    how = ["--budget", "2m"] if config is None else ["--config", config]
+    flags = ["--data", TEXT, "--validation_fraction", "0.05", "--output_dir", folder, *how]
+    if run_python("train_accelerate.py", *flags, check=False).returncode:
         raise UserError("The run did not end; correct what its messages name.")
     entries, run_folder = read_metrics(RunFolder(folder).metrics), RunFolder(folder)
     last = [entry for entry in entries if "eval_bits_per_byte" in entry][-1]

@@ -7,7 +7,7 @@ Every contestant trains the preset's shape on the same tokens, in a fresh proces
 is `accelerate launch train_accelerate.py`. It runs first and last in each round, which shows how much the machine's speed drifts.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,26 +17,22 @@ from benchmarks.results import about, device_kind, spread, write
 from benchmarks.workload import Workload, make_store
 from common.command_line import FlagParser, run
 from common.errors import UserError
+from common.limits import setting
 
 
 @dataclass
 class TrainStepArguments:
-    nanogpt: str | None = field(
-        default=None,
-        metadata={
-            "help": "Path of a clone of nanoGPT, to compare with its model.py; without the flag, nanoGPT does not take part."
-        },
+    nanogpt: str | None = setting(
+        None, "Path of a clone of nanoGPT, to compare with its model.py; without the flag, nanoGPT does not take part."
     )
-    preset: str = field(
-        default="shakespeare_char", metadata={"help": "Preset in presets/ that gives the model's shape."}
-    )
-    sequences: int = field(default=16, metadata={"help": "Sequences per step, in one micro-batch.", "minimum": 1})
-    dropout: float = field(default=0.0, metadata={"help": "Dropout probability of all contestants.", "below": 1})
-    rounds: int = field(default=3, metadata={"help": "Processes per contestant.", "minimum": 1})
-    warmup: int = field(default=20, metadata={"help": "Steps before the first timed window."})
-    windows: int = field(default=5, metadata={"help": "Timed windows per process.", "minimum": 1})
-    steps: int = field(default=20, metadata={"help": "Steps per window.", "minimum": 1})
-    only: list[str] = field(default_factory=list, metadata={"help": "Names of the contestants to run; default: all."})
+    preset: str = setting("shakespeare_char", "Preset in presets/ that gives the model's shape.")
+    sequences: int = setting(16, "Sequences per step, in one micro-batch.", minimum=1)
+    dropout: float = setting(0.0, "Dropout probability of all contestants.", below=1)
+    rounds: int = setting(3, "Processes per contestant.", minimum=1)
+    warmup: int = setting(20, "Steps before the first timed window.")
+    windows: int = setting(5, "Timed windows per process.", minimum=1)
+    steps: int = setting(20, "Steps per window.", minimum=1)
+    only: list[str] = setting([], "Names of the contestants to run; default: all.")
 
 
 def contestants(nanogpt: str | None, on_cpu: bool) -> dict[str, dict[str, Any]]:
