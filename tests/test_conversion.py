@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from test_model import TINY, tiny_model, tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
 
-from conftest import MODERN, Bomb, online
-from hub_server import File, Repository, serving
+from conftest import MODERN, Bomb
+from hub_server import File, Repository
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from modeling_gpt2scratch.conversion_gpt2scratch import from_gpt2, main, to_gpt2, to_native
 from modeling_gpt2scratch.loading import ModelError
@@ -229,23 +230,16 @@ def write_seed(folder, kind="bpe", prefix="", **changes):
 
 
 @pytest.fixture(scope="module", params=["bpe", "character"])
-def converted(request, tmp_path_factory, launch):
+def converted(request, tmp_path_factory):
     """(kind, the seed's model, the converted folder) for both kinds of seed checkpoints."""
     folder, kind = tmp_path_factory.mktemp("seeds"), request.param
     source, model = write_seed(folder / kind, kind, "_orig_mod." if kind == "bpe" else "")
-    done = launch(*COMMAND, source, folder / "converted")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"Wrote {folder / 'converted'} (gpt2scratch).\n"
+    assert main([str(source), str(folder / "converted")]) == 0
     return kind, model, folder / "converted"
 
 
-SEED_NAMES = {"transformer.wte": "token_embedding", "transformer.wpe": "positional_embedding", "lm_head": "head"}
-SEED_NAMES |= {"transformer.h.": "blocks.", "transformer.ln_f": "ln_f", "ln_1": "norm1", "ln_2": "norm2"}
-SEED_NAMES |= {"attn.c_attn": "attention.qkv", "attn.c_proj": "attention.out_proj"}
-SEED_NAMES |= {"mlp.c_fc": "feed_forward.fc1", "mlp.c_proj": "feed_forward.fc2"}
-
-
-def test_a_seed_checkpoint_keeps_its_configuration_logits_loss_and_gradients(converted):
+@torch.no_grad()
+def test_a_seed_checkpoint_keeps_its_configuration_logits_and_loss(converted):
     kind, seed, folder = converted
     ours = AutoModelForCausalLM.from_pretrained(folder)
     config = ours.config
@@ -259,15 +253,6 @@ def test_a_seed_checkpoint_keeps_its_configuration_logits_loss_and_gradients(con
     loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     torch.testing.assert_close(output.logits, logits, rtol=0, atol=1e-5)
     torch.testing.assert_close(output.loss, loss, rtol=0, atol=1e-6)
-    output.loss.backward()
-    loss.backward()
-    theirs = {name: parameter.grad for name, parameter in seed.named_parameters()}
-    for name, parameter in ours.named_parameters():
-        for our_name, seed_name in SEED_NAMES.items():
-            name = name.replace(our_name, seed_name)
-        torch.testing.assert_close(parameter.grad, theirs.pop(name), rtol=1e-4, atol=1e-6)
-    assert not theirs
-    seed.zero_grad()
 
 
 def test_a_seed_tokenizer_keeps_its_ids_and_special_tokens(converted):
@@ -289,14 +274,13 @@ def test_a_seed_tokenizer_keeps_its_ids_and_special_tokens(converted):
         assert tokenizer.eos_token_id is None
 
 
-def test_a_seed_checkpoint_on_the_hub_converts_by_its_id_and_with_any_model_type(tmp_path, launch):
+def test_a_seed_checkpoint_on_the_hub_converts_by_its_id_and_with_any_model_type(hub, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     folder, seed = write_seed(tmp_path / "seed", "character", model_type="TransformerLanguageModel")
-    with serving() as (hub, address):
-        hub.repositories["models/someone/seed"] = Repository(private=False)
-        files = {path.name: File(path.read_bytes(), is_lfs=False) for path in folder.iterdir()}
-        hub["someone/seed"].commit("main", files)
-        done = launch(*COMMAND, "someone/seed", tmp_path / "ours", **online(address, tmp_path / "hf"))
-    assert done.returncode == 0, done.stderr
+    hub.repositories["models/someone/seed"] = Repository(private=False)
+    hub["someone/seed"].commit("main", {path.name: File(path.read_bytes(), False) for path in folder.iterdir()})
+    assert main(["someone/seed", str(tmp_path / "ours")]) == 0
+    assert capfd.readouterr().out == f"Wrote {tmp_path / 'ours'} (gpt2scratch).\n"
     ids = tokens(1, 32, vocab_size=seed.head.out_features)
     ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     torch.testing.assert_close(ours(ids).logits, seed(ids), rtol=0, atol=1e-5)

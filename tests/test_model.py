@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from conftest import MODERN, REPOSITORY
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from modeling_gpt2scratch.modeling_gpt2scratch import eager_attention_forward, rotary_embedding
+from modeling_gpt2scratch.modeling_gpt2scratch import rotary_embedding
 from tokenizer.encoding.vocabulary import character_tokenizer, save
 
 # Weights have ten times the usual size, so that attention is far from uniform and leaks between tokens are visible.
@@ -269,17 +269,16 @@ def packed(*lengths):
 
 @torch.no_grad()
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("use_cache", [None, False], ids=["default_cache", "no_cache"])
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize(("use_cache", "training"), [(None, True), (None, False), (False, False)])
 @pytest.mark.parametrize("way", ["eager", "sdpa", "compiled"])
-@pytest.mark.parametrize("lengths", [(5, 9, 4), (20, 32, 20)], ids=["within_context", "72_of_32_tokens"])
-def test_packed_documents_do_not_see_each_other_even_beyond_the_context(tiny, use_cache, training, way, lengths):
+def test_packed_documents_do_not_see_each_other_even_beyond_the_context(tiny, use_cache, training, way):
     model = tiny("eager" if way == "eager" else "sdpa").train(training)
-    row, positions, documents = packed(*lengths)
     forward = torch.compile(model, backend="eager", fullgraph=True) if way == "compiled" else model
-    logits = forward(row, position_ids=positions, use_cache=use_cache).logits
-    alone = torch.cat([model(document).logits for document in documents], dim=1)
-    torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
+    for lengths in ((20, 32, 20), (5, 9, 4))[: 1 if way == "compiled" else 2]:
+        row, positions, documents = packed(*lengths)
+        logits = forward(row, position_ids=positions, use_cache=use_cache).logits
+        alone = torch.cat([model(document).logits for document in documents], dim=1)
+        torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
 
 
 def grow_static_cache(model):
@@ -307,24 +306,13 @@ def test_input_beyond_the_context_is_refused_with_both_lengths(tiny, way):
         BEYOND[way](tiny())
 
 
-BEYOND_COMPILED = """
-import torch
-from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-
-model = GPT2ScratchForCausalLM(GPT2ScratchConfig(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2))
-for fullgraph in (False, True):
-    torch._dynamo.reset()
-    try:
-        torch.compile(model, fullgraph=fullgraph)(torch.zeros(1, 33, dtype=torch.long))
-    except Exception as error:
-        print("33 tokens does not fit the context of 32 tokens" in str(error))
-"""
-
-
-def test_a_compiled_model_refuses_input_beyond_the_context_without_crashing(launch):
-    done = launch("-c", BEYOND_COMPILED)
-    assert done.returncode == 0, done.stderr  # negative if the process aborted
-    assert done.stdout == "True\nTrue\n"
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_compiled_model_refuses_input_beyond_the_context(tiny, fullgraph):
+    """Inductor's kernels would abort the process at an index beyond the table. This error precedes them."""
+    compiled = torch.compile(tiny(), backend="eager", fullgraph=fullgraph)
+    with pytest.raises(Exception, match="33 tokens does not fit the context of 32 tokens"):
+        compiled(tokens(1, 33))
 
 
 @torch.no_grad()
@@ -349,20 +337,16 @@ WAYS_TO_GENERATE = {
 }
 
 
-def test_drafts_of_the_first_layers_give_greedy_text_with_fewer_runs(tiny):
-    model, prompt = tiny(), tokens(1, 6)
-    runs = []
-    model.transformer.h[1].register_forward_hook(lambda *_: runs.append(1))
-    drafted = greedy(model, prompt, assistant_early_exit=1)
-    assert len(runs) < 10  # runs of the second layer, for ten tokens
-    assert torch.equal(drafted, greedy(model, prompt))
-
-
 @pytest.fixture
 def warned():
+    """The warnings about the context; Transformers has one of its own, once per process."""
     texts = []
     logger = logging.getLogger("transformers.generation.utils")
-    watch = lambda record: texts.append(record.getMessage()) or True  # noqa: E731
+
+    def watch(record: logging.LogRecord) -> bool:
+        texts.extend(text for text in [record.getMessage()] if text.startswith("The prompt"))
+        return True
+
     logger.addFilter(watch)
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_warning()  # a command that ran in this process may have changed it
@@ -451,15 +435,11 @@ def test_embeddings_give_the_logits_of_ids_and_passing_both_or_neither_is_refuse
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("keep", "positions"),
-    [(0, range(8)), (1, [7]), (3, [5, 6, 7]), (torch.tensor([0, 5]), [0, 5])],
-    ids=["all", "last", "last_three", "chosen"],
-)
-def test_logits_to_keep_selects_positions(tiny, keep, positions):
+def test_logits_to_keep_selects_positions(tiny):
     model, ids = tiny(), tokens(2, 8)
-    kept = model(ids, logits_to_keep=keep).logits
-    torch.testing.assert_close(kept, model(ids).logits[:, list(positions)], rtol=0, atol=1e-6)
+    for keep, positions in ((0, range(8)), (1, [7]), (3, [5, 6, 7]), (torch.tensor([0, 5]), [0, 5])):
+        kept = model(ids, logits_to_keep=keep).logits
+        torch.testing.assert_close(kept, model(ids).logits[:, list(positions)], rtol=0, atol=1e-6)
 
 
 def test_the_loss_is_the_mean_cross_entropy_of_the_labeled_next_tokens(tiny):
@@ -521,13 +501,11 @@ def test_causal_attention_without_padding_uses_no_mask(tiny, more):
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-def test_a_compiled_training_step_gives_the_same_gradients(tiny, checkpointing):
+def test_a_compiled_training_step_with_gradient_checkpointing_gives_the_same_gradients(tiny):
     model, ids = tiny().train(), tokens(2, 8)
     expected, _ = block_runs_of_one_step(model, ids)
     model.zero_grad()
-    if checkpointing:
-        model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     step = torch.compile(model, backend="aot_eager", fullgraph=True)
     step(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -559,22 +537,14 @@ def test_a_model_loaded_in_half_precision_computes_in_half_precision(tiny, dtype
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    ("device_map", "second_block"),
-    [("cpu", "cpu"), ({"transformer": "cpu", "lm_head": "cpu"}, "cpu"), ({}, "meta")],
-    ids=["one", "two_parts", "a_block_on_disk"],
-)
-def test_a_device_map_places_the_model(tiny, device_map, second_block, tmp_path):
+def test_a_device_map_may_place_a_block_on_disk(tiny, tmp_path):
     model, ids = tiny(), tokens(2, 8)
     model.save_pretrained(tmp_path / "model")
-    if not device_map:
-        parts = [name for name, _ in model.transformer.named_children() if name != "h"]
-        device_map = {f"transformer.{name}": "cpu" for name in [*parts, "h.0"]}
-        device_map |= {"transformer.h.1": "disk", "lm_head": "cpu"}
-    settings = {"device_map": device_map, "offload_folder": tmp_path / "offloaded"}
-    placed = GPT2ScratchForCausalLM.from_pretrained(tmp_path / "model", **settings)
-    assert {parameter.device.type for parameter in placed.parameters()} == {"cpu", second_block}
-    assert {parameter.device.type for parameter in placed.transformer.h[1].parameters()} == {second_block}
+    parts = [name for name, _ in model.transformer.named_children() if name != "h"]
+    device_map = {f"transformer.{name}": "cpu" for name in [*parts, "h.0"]}
+    settings = {"device_map": device_map | {"transformer.h.1": "disk", "lm_head": "cpu"}}
+    placed = GPT2ScratchForCausalLM.from_pretrained(tmp_path / "model", **settings, offload_folder=tmp_path / "disk")
+    assert {parameter.device.type for parameter in placed.transformer.h[1].parameters()} == {"meta"}
     assert torch.equal(placed(ids).logits, model(ids).logits)
     assert torch.equal(greedy(placed, ids), greedy(model, ids))
 
@@ -636,14 +606,7 @@ def test_a_registered_attention_function_receives_the_layer_and_every_keyword(ti
 
 
 @torch.no_grad()
-def test_eager_attention_computes_the_equation_with_the_softmax_in_float32(tiny):
-    """softmax(q k^T / sqrt(2)) v with q k^T / sqrt(2) = (0, ln 3): weights 1/4 and 3/4."""
-    query = torch.tensor([[[[math.sqrt(2), 0.0]]]])
-    key = torch.tensor([[[[0.0, 1.0], [math.log(3), 1.0]]]])
-    value = torch.tensor([[[[4.0, 0.0], [0.0, 8.0]]]])
-    output, weights = eager_attention_forward(torch.nn.Module(), query, key, value, None, scaling=1 / math.sqrt(2))
-    torch.testing.assert_close(weights, torch.tensor([[[[0.25, 0.75]]]]))
-    torch.testing.assert_close(output, torch.tensor([[[[1.0, 6.0]]]]))
+def test_eager_attention_computes_the_softmax_in_float32(tiny):
     model = tiny("eager").to(torch.bfloat16)
     with Calls(F.softmax) as softmax:
         output = model(tokens(1, 8), output_attentions=True)
