@@ -23,11 +23,11 @@ class Workload:
     preset: str
     sequences: int
     dropout: float
-    vocab_size: int
     n_positions: int
     n_embd: int
     n_layer: int
     n_head: int
+    vocab_size: int = 32000  # of presets for any vocabulary
     activation_function: str = "gelu"
     tie_word_embeddings: bool = False
 

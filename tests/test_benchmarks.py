@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 import subprocess
-import sys
+import threading
 
 import pytest
 
@@ -12,7 +12,7 @@ from benchmarks import performance, results, scaling, speedrun, tokens_to_loss, 
 from benchmarks.contestants import Measurement, Rung, compete
 from benchmarks.ladder import LADDER, WITHOUT_ONE
 from benchmarks.workload import Workload, make_store
-from conftest import REPOSITORY, assert_user_error
+from conftest import REPOSITORY, assert_user_error, flags
 
 
 @pytest.mark.parametrize(
@@ -51,38 +51,52 @@ def test_the_train_step_benchmark_measures_a_run(tmp_path, monkeypatch):
     """Runs the whole benchmark, only smaller."""
     for module in (results, performance):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
-    few = ["--sequences", "1", "--rounds", "1", "--warmup", "1", "--windows", "1", "--steps", "1"]
-    train_step.main([*few, "--only", "ours"])
-    [path] = tmp_path.glob("train-step-shakespeare_char-*.json")
-    result = json.loads(path.read_text())
-    assert result["workload"]["n_positions"] == 256
-    ours = result["contestants"]["ours"]
-    speed = 256_000 / ours["milliseconds_a_step"]["median"]
+    settings = {"preset": "nano", "sequences": 1, "rounds": 1, "warmup": 1, "windows": 1, "steps": 1, "only": "ours"}
+    train_step.main(flags(**settings))
+    [path] = tmp_path.glob("train-step-nano-*.json")
+    ours = json.loads(path.read_text())["contestants"]["ours"]
+    speed = 128_000 / ours["milliseconds_a_step"]["median"]
     assert ours["tokens_per_second"]["median"] == pytest.approx(speed, rel=0.01)
     assert ours["graph_breaks"] == ours["recompiles"] == 0
-    assert "\n### shakespeare_char (4 layers, width 256, vocabulary 65), 1 x 256 tokens" in performance.page()
+    assert "\n### nano (2 layers, width 128, vocabulary 32,000), 1 x 128 tokens per step\n" in performance.page()
 
 
 def test_a_raw_loop_is_measured_without_recompilation(tmp_path):
     workload = Workload.of_preset("shakespeare_char", 1, dropout=0.0)
     make_store(tmp_path / "store", workload.vocab_size)
     workload.write(tmp_path)
-    naive = vars(LADDER["memory map, a loop over rows"])
-    found = compete(tmp_path, Measurement(1, 2, 1), "raw", **naive)
+    found = compete(tmp_path, Measurement(1, 2, 1), "raw", **vars(LADDER["memory map, a loop over rows"]))
     assert len(found["seconds_a_step"]) == 2
     assert found["recompiles"] == 0
 
 
-def test_the_script_for_the_first_hour_on_a_gpu_runs_on_a_cpu_with_tiny_models(tmp_path):
+@pytest.fixture
+def python(launch, tmp_path):
+    """A program like `python`, whose commands `launch` runs."""
+    program, question, answer = (tmp_path / name for name in ("python", "question", "answer"))
+    program.write_text(f"""#!/bin/bash
+printf '%s\\n' "$@" > {question}
+{{ read code; cat; }} < {answer}
+exit $code
+""")
+    program.chmod(0o755)
+    for pipe in (question, answer):
+        os.mkfifo(pipe)
+
+    def serve() -> None:
+        while True:
+            done = launch(*question.read_text().splitlines())
+            answer.write_text(f"{done.returncode}\n{done.stdout}{done.stderr}")
+
+    threading.Thread(target=serve, daemon=True).start()
+    return program
+
+
+def test_the_script_for_the_first_hour_on_a_gpu_runs_on_a_cpu_with_tiny_models(tmp_path, python):
     """All commands of the script exist and accept their flags, and its run resumes bitwise."""
-    done = subprocess.run(
-        ["bash", "benchmarks/first_hour_on_gpu.sh", "--smoke"],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = os.environ | {"PYTHON": str(python), "OUT": str(tmp_path / "logs")}
+    command = ["bash", "benchmarks/first_hour_on_gpu.sh", "--smoke"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("exit code 0 after") == 8
     assert "measured peak, including the program itself: " in done.stdout
