@@ -71,16 +71,13 @@ def tune(recipe: str, model: str, data: Path, folder: Path, flags: list[str]) ->
 def rates(folder: Path, asked: list[tuple[str, str]]) -> dict[str, Any]:
     """Return shares of greedy answers: those that end, those of the right kind, and those that decline, by kind of question."""
     said = answers(folder, [question for question, _ in asked])
-    found = list(zip(said, asked, strict=True))
-    declined = {True: [], False: []}
-    for (text, _), (_, right) in found:
-        declined[right.startswith(MODULE)].append(text == DECLINED)
+    found = [(text, question, right) for (text, _), (question, right) in zip(said, asked, strict=True)]
     return {
-        "answers_that_end": mean([ended for (_, ended), _ in found]),
-        "answers_of_the_right_kind": mean([kind_of(text) == kind_of(right) for (text, _), (_, right) in found]),
-        "declined_module_questions": mean(declined[True]),
-        "declined_other_questions": mean(declined[False]),
-        "answers": {question: text for (text, _), (question, _) in found[:4]},
+        "answers_that_end": mean(ended for _, ended in said),
+        "answers_of_the_right_kind": mean(kind_of(text) == kind_of(right) for text, _, right in found),
+        "declined_module_questions": mean(text == DECLINED for text, _, right in found if right.startswith(MODULE)),
+        "declined_other_questions": mean(text == DECLINED for text, _, right in found if not right.startswith(MODULE)),
+        "answers": {question: text for text, question, _ in found[:4]},
     }
 
 

@@ -9,8 +9,11 @@ rounds.
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import numpy as np
 
 from benchmarks.contestants import Measurement, Rung, compete
 from benchmarks.results import about, device_kind, spread, write
@@ -70,8 +73,8 @@ def main(arguments: list[str]) -> None:
                 for name, rung in rungs.items():
                     found = compete(folder, measurement, "raw", **asdict(rung))
                     measured.setdefault((group, name), []).append(found)
-                    seconds = spread(found["seconds_a_step"], 6)["median"]
-                    print(f"{group}: {name}: {workload.tokens / seconds:,.0f} tokens/s", flush=True)
+                    speed = workload.tokens / median(found["seconds_a_step"])
+                    print(f"{group}: {name}: {speed:,.0f} tokens/s", flush=True)
     top = measured["ladder", next(reversed(LADDER))]
     result = about("ladder", arguments) | {
         "workload": asdict(workload),
@@ -87,13 +90,10 @@ def main(arguments: list[str]) -> None:
 def summary(found: list[dict[str, Any]], top: list[dict[str, Any]], workload: Workload) -> dict[str, Any]:
     """Summarize all rounds. `of_the_top` is the speed as a share of the top rung's speed in the same round."""
     seconds = [one for each in found for one in each["seconds_a_step"]]
-    shares = [
-        spread(best["seconds_a_step"], 9)["median"] / spread(each["seconds_a_step"], 9)["median"]
-        for each, best in zip(found, top, strict=True)
-    ]
+    best, medians = ([median(each["seconds_a_step"]) for each in rounds] for rounds in (top, found))
     return {
         "tokens_per_second": spread([workload.tokens / one for one in seconds]),
-        "of_the_top": spread(shares, 3),
+        "of_the_top": spread(np.divide(best, medians), 3),
         "peak_memory_gb": round(max(each["peak_memory_bytes"] for each in found) / 1e9, 3),
         "seconds_of_the_first_step": round(found[-1]["seconds_of_the_first_step"], 1),
         "recompiles": max(each["recompiles"] for each in found),

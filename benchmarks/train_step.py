@@ -9,8 +9,11 @@ is `accelerate launch train_accelerate.py`. It runs first and last in each round
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import numpy as np
 
 from benchmarks.contestants import Measurement, compete
 from benchmarks.results import about, device_kind, spread, write
@@ -77,7 +80,8 @@ def main(arguments: list[str]) -> None:
                 tokens = spread([workload.tokens / seconds for seconds in found["seconds_a_step"]])["median"]
                 print(f"{name}: {tokens:,.0f} tokens/s", flush=True)
         uncompiled = compete(folder, Measurement(1, 1, 1), "ours", torch_compile="false")
-    result = about("train_step", _without_path(arguments)) | {
+    public = ["path/to/nanoGPT" if word == options.nanogpt else word for word in arguments]
+    result = about("train_step", public) | {
         "workload": asdict(workload),
         "measurement": vars(measurement) | {"rounds": options.rounds},
         "ceilings": ceilings,
@@ -87,14 +91,6 @@ def main(arguments: list[str]) -> None:
     }
     dropout = f"-dropout{options.dropout}" if options.dropout else ""
     write(f"train-step-{options.preset}{dropout}-{device_kind()}", result)
-
-
-def _without_path(arguments: list[str]) -> list[str]:
-    """Return the arguments with the local path of nanoGPT replaced by a placeholder."""
-    hidden = list(arguments)
-    if "--nanogpt" in hidden:
-        hidden[hidden.index("--nanogpt") + 1] = "path/to/nanoGPT"
-    return hidden
 
 
 def summary(found: list[dict[str, Any]], workload: Workload) -> dict[str, Any]:
@@ -116,18 +112,9 @@ def summary(found: list[dict[str, Any]], workload: Workload) -> dict[str, Any]:
 
 def ratios(measured: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
     """Return the speed of `ours` divided by that of each other contestant, computed within each round."""
-    if "ours" not in measured:
-        return {}
-
-    def of_round(name: str, number: int) -> float:
-        return spread(measured[name][number]["seconds_a_step"], 9)["median"]
-
-    rounds = range(len(measured["ours"]))
-    return {
-        name: spread([of_round(name, number) / of_round("ours", number) for number in rounds], 3)
-        for name in measured
-        if name != "ours"
-    }
+    medians = {name: [median(found["seconds_a_step"]) for found in rounds] for name, rounds in measured.items()}
+    ours = medians.pop("ours", [])
+    return {name: spread(np.divide(theirs, ours), 3) for name, theirs in medians.items() if ours}
 
 
 if __name__ == "__main__":

@@ -324,7 +324,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     "publishing.demo": {"models": "x"},
     "publishing.gguf_file": {"paths": "x"},
     **{f"examples.finetune_{name}": {"model": "x", "data": __file__} for name in ("chat", "preferences")},
-    **{f"benchmarks.{name}": {} for name in ("generate", "kills", "ladder", "saving", "train_step")},
+    **{f"benchmarks.{name}": {} for name in ("generate", "kills", "ladder", "pretokenize", "saving", "train_step")},
 }
 WRONG = ("nan", "inf", "-inf", "-1", str(10**30), "1e300", "9" * 5000)
 NUMBERS = (*WRONG, "0", str(10**12), "1e-300", "-0.0", "1_0", "1e3")

@@ -159,12 +159,12 @@ def test_the_published_card_describes_the_published_model(tuned, tmp_path, launc
     blocks = re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)
     named = [name for block in blocks for name in re.findall(r'(?:pretrained\(|model=)"(.*?)"', block)]
     assert named == ["me/talks"] * 5
-    for block in blocks[:2]:
-        assert '[{"role": "user", "content": "Hello"}]' in block
-        script = "import torch\ntorch.manual_seed(0)\n" + block.replace('"me/talks"', repr(str(tmp_path / "model-hub")))
-        done = launch("-c", script, folder=tmp_path, HF_MODULES_CACHE=str(tmp_path / "modules"))
-        assert 0 < len(done.stdout.strip()) < 40
-        assert "User" not in done.stdout
+    assert all('[{"role": "user", "content": "Hello"}]' in block for block in blocks[:2])
+    script = "import torch\ntorch.manual_seed(0)\n" + "\n".join(blocks[:2])
+    script = script.replace('"me/talks"', repr(str(tmp_path / "model-hub")))
+    done = launch("-c", script, folder=tmp_path, HF_MODULES_CACHE=str(tmp_path / "modules"))
+    assert 0 < len(done.stdout.strip()) < 80
+    assert "User" not in done.stdout
     (model / "README.md").write_text("---\ntags: [\n---\n")
     with pytest.raises(UserError, match=r"The metadata of .*README\.md is not YAML: "):
         push_to_hub.main([str(model), "--repo_id", "me/talks", "--dry_run"])
@@ -290,7 +290,7 @@ def test_a_model_with_chat_tokens_keeps_its_template_and_stop_token(tmp_path, ca
     assert answers_to_a_user(launch, model, tmp_path) == {"wrong": [], "answers": ANSWERS, "ends": [end] * 3}
 
 
-@pytest.mark.parametrize(("rank", "family"), [(16, {}), (0, {}), (16, MODERN_RUN)], ids=["lora", "all", "modern_lora"])
+@pytest.mark.parametrize(("rank", "family"), [(0, {}), (16, MODERN_RUN)], ids=["all", "modern_lora"])
 def test_text_is_learned(run, store, tmp_path, capsys, rank, family):
     run = trained(store, tmp_path / "run", **BIGGER, **QUICK, **family) if family else run
     data, model = tmp_path / "new.jsonl", tmp_path / "model"

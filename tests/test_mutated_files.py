@@ -140,7 +140,7 @@ def test_changed_files_are_skipped_or_refused(finished, store, tmp_path, monkeyp
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     monkeypatch.setattr(reference, "FOLDER", run)
     original, rng = (run / name).read_bytes(), random.Random(name)
-    for _ in range(100):
+    for _ in range(40):
         (run / name).write_bytes(mutated(original, name, rng))
         with suppress(UserError):
             read(run, store)
