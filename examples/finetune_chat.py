@@ -15,7 +15,7 @@ from common.errors import UserError
 from examples.tuning.base import load
 from examples.tuning.measurements import MEASURED, Learned, mean_loss, score, until
 from examples.tuning.records import read_examples, splits
-from examples.tuning.settings import need, parse, start
+from examples.tuning.settings import parse, start
 from examples.tuning.template import give_template, template_errors
 from examples.tuning.trainer import lora, shared_settings, train_and_save
 from tokenizer.corpus.chat import normalized
@@ -67,8 +67,7 @@ def first_answer(messages: Messages, tokenizer: PreTrainedTokenizerBase, turn_en
 
 @template_errors()
 def main(arguments: list[str]) -> None:
-    tuning = parse(__doc__, arguments)
-    need("trl", *["peft"] * bool(tuning.lora_rank))
+    tuning = parse(__doc__, arguments, "trl")
     from trl import SFTConfig, SFTTrainer
     from trl.chat_template_utils import has_generation_markers
 

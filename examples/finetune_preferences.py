@@ -17,7 +17,7 @@ from common.limits import setting
 from examples.tuning.base import load
 from examples.tuning.measurements import MEASURED, Learned, score, until
 from examples.tuning.records import UselessError, read_examples, splits
-from examples.tuning.settings import Tuning, default_rate, need, parse, start
+from examples.tuning.settings import Tuning, default_rate, parse, start
 from examples.tuning.template import give_template, template_errors
 from examples.tuning.trainer import lora, shared_settings, train_and_save
 from tokenizer.corpus.chat import normalized
@@ -62,8 +62,7 @@ def pair_of(record: dict[str, Any]) -> dict[str, Any]:
 
 @template_errors()
 def main(arguments: list[str]) -> None:
-    tuning = parse(__doc__, arguments, PreferenceTuning)
-    need("trl", *["peft"] * bool(tuning.lora_rank))
+    tuning = parse(__doc__, arguments, "trl", kind=PreferenceTuning)
     from trl import DPOConfig, DPOTrainer
 
     pairs = read_examples(tuning, pair_of)

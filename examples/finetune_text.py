@@ -16,7 +16,7 @@ from common.errors import UserError
 from examples.tuning.base import load
 from examples.tuning.measurements import MEASURED, Learned, mean_loss
 from examples.tuning.records import HELD_OUT, read_examples, read_texts
-from examples.tuning.settings import need, parse, start
+from examples.tuning.settings import parse, start
 from examples.tuning.trainer import lora, shared_settings, train_and_save
 from modeling_gpt2scratch.prompts import encode
 from training.checkpoints.loading import model_errors
@@ -42,8 +42,6 @@ def windows(texts: list[str], tokenizer: PreTrainedTokenizerBase, context: int) 
 
 def main(arguments: list[str]) -> None:
     tuning = parse(__doc__, arguments)
-    need(*["peft"] * bool(tuning.lora_rank))
-
     texts = read_texts(tuning) if tuning.is_text else read_examples(tuning, text_of)
     model, tokenizer, original = load(tuning)
     context = model.config.max_position_embeddings

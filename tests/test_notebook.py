@@ -17,7 +17,7 @@ pytest.importorskip("ipykernel", reason="notebooks need: pip install nbclient ip
 NOTEBOOK = REPOSITORY / "examples" / "colab.ipynb"
 LESSONS = sorted((REPOSITORY / "docs" / "understand").glob("*.ipynb"))
 every_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda path: path.stem)
-SHORTER = {"steps=80": "steps=8", "in range(200)": "in range(20)", "in range(400)": "in range(40)"}  # in lessons
+SHORTER = {"steps=80": "steps=8", "text(79": "text(7", "in range(400)": "in range(40)"}  # in lessons
 MACHINE_PATH = re.compile(r"/(home|mnt|opt|private|root|tmp|Users|var|work)/")
 
 

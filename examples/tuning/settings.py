@@ -149,15 +149,11 @@ def start(recipe: Callable[[list[str]], None]) -> None:
     run(recipe)
 
 
-def parse(documentation: str, arguments: list[str], kind: type[Tuning] = Tuning) -> Any:
-    """Return the settings of the flags; raise a `UserError` with all problems."""
+def parse(documentation: str, arguments: list[str], *packages: str, kind: type[Tuning] = Tuning) -> Any:
+    """Return the settings of the flags; raise a `UserError` with all problems, or if a package is not installed."""
     parser = FlagParser((kind,), documentation.splitlines()[0], positional="model")
     (tuning,) = parser.parse(arguments, check=kind.check)
-    return tuning
-
-
-def need(*packages: str) -> None:
-    """Raise a `UserError` if a package is not installed."""
-    missing = [package for package in packages if find_spec(package) is None]
-    if missing:
+    packages += ("peft",) if tuning.lora_rank else ()
+    if missing := [package for package in packages if find_spec(package) is None]:
         raise UserError(f"Fine-tuning needs {' and '.join(missing)}: run pip install -e '.[finetuning]'")
+    return tuning
