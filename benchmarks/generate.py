@@ -3,19 +3,9 @@
 python -m benchmarks.generate                            # writes benchmarks/results/generate-DEVICE.json
 python -m benchmarks.generate --dtype bfloat16           # writes benchmarks/results/generate-DEVICE-bfloat16.json
 
-Models, with random weights:
-
-- `small`: 4 layers, width 256, a vocabulary of 65 tokens, a context length of 256
-- `gpt2`: the shape of OpenAI's 124M model
-
 Decoding is greedy, after a prompt of 32 tokens. The time is measured from the first new token to the last. It excludes the
 prompt, loading, compilation and warm-up. Each contestant runs in a fresh process, one after the other, in several rounds.
 Ratios are computed within a round.
-
-- gpt2, gpt2scratch: not compiled, with a dynamic cache and the weights as loaded
-- gpt2scratch_arranged: with the weight layout that generate.py uses on a CPU
-- gpt2_compiled, gpt2scratch_compiled: `cache_implementation="static"` and a compiled step; gpt2scratch_compiled also has the
-  weight layout of gpt2scratch_arranged
 """
 
 import json
@@ -41,8 +31,10 @@ from training.evaluation.sampling import compiled, generation_config
 
 SHAPES = {
     "small": {"n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 65, "n_positions": 256},
-    "gpt2": {},  # the defaults of GPT2Config
+    "gpt2": {},  # the defaults of GPT2Config: OpenAI's 124M model
 }
+# arranged: with the weight layout of generate.py on a CPU. compiled: a static cache, a compiled step, and for
+# gpt2scratch also that layout.
 CONTESTANTS = ("gpt2", "gpt2_compiled", "gpt2scratch", "gpt2scratch_arranged", "gpt2scratch_compiled")
 RATIOS = (
     ("gpt2scratch", "gpt2"),

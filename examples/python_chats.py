@@ -22,6 +22,7 @@ from common.errors import UserError
 from common.limits import setting
 
 IN_CHATS, IN_PAIRS = 2_667, 2_000  # questions; a tenth of the chats and of the pairs is held out
+NAMES = ("chats.jsonl", "pairs.jsonl")
 DECLINED = "I do not know."
 QUESTIONS = {
     "purpose": ("What does {} do?", "What is {} for?", "Explain {}."),
@@ -35,6 +36,10 @@ NO_LIBRARY = {"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledem
 @dataclass
 class ChatsArguments:
     folder: str = setting("data", "Folder for both files.")
+
+    def check(self) -> None:
+        if existing := [str(path) for name in NAMES if (path := Path(self.folder, name)).exists()]:
+            raise UserError(f"This would replace {' and '.join(existing)}; pass another folder.")
 
 
 def questions_and_answers() -> list[tuple[str, str]]:
@@ -91,22 +96,19 @@ def pairs(found: list[tuple[str, str]], before: list[tuple[str, str]]) -> list[d
 
 
 def write(folder: Path, found: list[tuple[str, str]]) -> list[Path]:
-    """Write `chats.jsonl` and `pairs.jsonl` into the folder, and return their paths. Raise a `UserError` if one exists."""
-    contents = {
-        folder / "chats.jsonl": chats(found[:IN_CHATS]),
-        folder / "pairs.jsonl": pairs(found[IN_CHATS:][:IN_PAIRS], found),
-    }
-    if existing := [str(path) for path in contents if path.exists()]:
-        raise UserError(f"This would replace {' and '.join(existing)}; pass another folder.")
+    """Write `chats.jsonl` and `pairs.jsonl` into the folder, and return their paths."""
+    paths = [folder / name for name in NAMES]
     folder.mkdir(parents=True, exist_ok=True)
-    for path, records in contents.items():
+    contents = (chats(found[:IN_CHATS]), pairs(found[IN_CHATS:][:IN_PAIRS], found))
+    for path, records in zip(paths, contents, strict=True):
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
         print(f"{path}: {len(records):,} records")
-    return [*contents]
+    return paths
 
 
 def main(arguments: list[str]) -> None:
-    (options,) = FlagParser((ChatsArguments,), __doc__.splitlines()[0], positional="folder").parse(arguments)
+    parser = FlagParser((ChatsArguments,), __doc__.splitlines()[0], positional="folder")
+    (options,) = parser.parse(arguments, check=ChatsArguments.check)
     path, _ = write(Path(options.folder), questions_and_answers())
     print(f"Next:\n  python -m examples.finetune_chat runs/quickstart --data {path}")
 

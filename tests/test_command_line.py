@@ -326,8 +326,8 @@ COMMANDS: dict[str, dict[str, str]] = {
     **{f"examples.finetune_{name}": {"model": "x", "data": __file__} for name in ("chat", "preferences")},
     **{f"benchmarks.{name}": {} for name in ("generate", "kills", "ladder", "pretokenize", "saving", "train_step")},
 }
-WRONG = ("nan", "inf", "-inf", "-1", str(10**30), "1e300", "9" * 5000)
-NUMBERS = (*WRONG, "0", str(10**12), "1e-300", "-0.0", "1_0", "1e3")
+WRONG = ("nan", "inf", "-1", str(10**30), "9" * 5000)
+NUMBERS = (*WRONG, "0", str(10**12), "1e-300")
 NAMES = ("", " ", "a\0b", "x/" * 5000, "x" * 256, "caf\udce9")
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
@@ -38,6 +38,7 @@ CODE_OR_HEADING = re.compile(r"^(`{3,})(?s:.*?)(?:^[^\S\n]*\1\s*?$|\Z)|^## (?P<h
 EVALUATION_FORMAT = 1  # of evaluation.json; a file without a version has format 1
 
 
+@cache  # compiled templates
 def environment(*folders: Path) -> Environment:
     """Return the Jinja environment for the templates of `folders` and of this package."""
     loader = FileSystemLoader([*folders, TEMPLATES])
