@@ -13,17 +13,11 @@ from test_native import bpe, model_folder
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 from conftest import REPOSITORY
+from modeling_gpt2scratch.configuration_gpt2scratch import AUTO_MAP
 
 IDS = torch.arange(8)[None]
 HUB_ID, COMMIT = "someone/tiny-gpt2", "c0ffee" * 6 + "cafe"
 CODE = ["configuration_gpt2scratch.py", "modeling_gpt2scratch.py"]
-AUTO_MAP = {
-    "AutoConfig": "configuration_gpt2scratch.GPT2ScratchConfig",
-    "AutoModel": "modeling_gpt2scratch.GPT2ScratchModel",
-    "AutoModelForCausalLM": "modeling_gpt2scratch.GPT2ScratchForCausalLM",
-    "AutoModelForSequenceClassification": "modeling_gpt2scratch.GPT2ScratchForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_gpt2scratch.GPT2ScratchForTokenClassification",
-}
 
 # Loads each source without this project; prints one JSON object per source.
 LOAD_EACH = """
