@@ -9,7 +9,6 @@ Ratios are computed within a round.
 """
 
 import json
-import statistics
 import subprocess
 import tempfile
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -113,20 +113,17 @@ def compare(folder: str, new_tokens: int, options: GenerateArguments) -> list[di
 
 def summary(rounds: list[dict], batch_size: int) -> dict:
     """Summarize all rounds: tokens/s per contestant, whether its text equals GPT-2's, and the ratios within each round."""
-    speeds, same_text = {}, {}
-    for name in rounds[0]:
-        all_speeds = [speed for one in rounds for speed in one[name]["tokens_per_second"]]
-        speeds[name] = spread(all_speeds)
-        same_text[name] = all(one[name]["ids"] == one["gpt2"]["ids"] for one in rounds)
-    ratios = {}
-    for name, other in RATIOS:
-        if name in speeds:
-            of_rounds = [
-                statistics.median(one[name]["tokens_per_second"]) / statistics.median(one[other]["tokens_per_second"])
-                for one in rounds
-            ]
-            ratios[f"{name} / {other}"] = spread(of_rounds, 3)
-    return {"batch_size": batch_size, "tokens_per_second": speeds, "times_as_fast": ratios, "same_text": same_text}
+    # Speeds of a contestant: (rounds, repeats).
+    speeds = {name: np.array([one[name]["tokens_per_second"] for one in rounds]) for name in rounds[0]}
+    medians = {name: np.median(of_rounds, axis=1) for name, of_rounds in speeds.items()}
+    return {
+        "batch_size": batch_size,
+        "tokens_per_second": {name: spread(of_rounds) for name, of_rounds in speeds.items()},
+        "times_as_fast": {
+            f"{name} / {other}": spread(medians[name] / medians[other], 3) for name, other in RATIOS if name in medians
+        },
+        "same_text": {name: all(one[name]["ids"] == one["gpt2"]["ids"] for one in rounds) for name in speeds},
+    }
 
 
 def main(arguments: list[str]) -> None:

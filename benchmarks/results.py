@@ -7,11 +7,11 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -77,7 +77,7 @@ def write(name: str, result: dict[str, Any]) -> Path:
     return path
 
 
-def spread(values: Sequence[float], digits: int = 1) -> dict[str, float]:
+def spread(values: ArrayLike, digits: int = 1) -> dict[str, float]:
     """Return the median and the 10th and 90th percentiles."""
     p10, median, p90 = np.quantile(values, (0.1, 0.5, 0.9))
     return {"median": round(median, digits), "p10": round(p10, digits), "p90": round(p90, digits)}
