@@ -47,6 +47,15 @@ def test_text_and_prompts_may_exceed_the_context(run, capsys):
     assert written(capsys, run, prompt=prompt, number=4).startswith(prompt)
 
 
+def test_a_word_that_reaches_the_edge_of_a_terminal_moves_to_the_next_row(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "12")
+    writer = generate.Writer()
+    for piece in ("one two thr", "ee\x1b[2J"):
+        writer(piece)
+    assert capsys.readouterr().out == "one two thre\x1b[4D\x1b[K\nthree\ufffd[2J"
+
+
 def test_bfloat16_is_used_on_request(run, capsys, monkeypatch):
     dtypes = []
     monkeypatch.setattr(generate, "arrange_weights", lambda model: dtypes.append(model.dtype))

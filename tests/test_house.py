@@ -106,12 +106,17 @@ def test_the_training_script_imports_at_most_18_of_our_modules():
     assert len(imported(REPOSITORY / "train_accelerate.py") & modules) <= 18
 
 
+def functions_of(path) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)]
+
+
 def test_constructors_take_at_most_six_parameters():
     for path in files_of("training"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-                assert len(node.args.args) + len(node.args.kwonlyargs) <= 7, path.name  # with self
-                assert node.args.kwarg is None, path.name
+        for function in functions_of(path):
+            if function.name == "__init__":
+                arguments = function.args
+                assert len(arguments.args) + len(arguments.kwonlyargs) <= 7, path.name  # with self
+                assert arguments.kwarg is None, path.name
 
 
 def test_few_functions_take_the_whole_run():
