@@ -18,12 +18,20 @@ from typing import Any
 
 import psutil
 import torch
+from accelerate import Accelerator
 
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
 from training.budget.sizing import Sizing, resolve
-from training.budget.throughput import SCORING, VALIDATION_GRAPH, Throughput, assumed_speed, measure_speed
+from training.budget.throughput import (
+    SCORING,
+    VALIDATION_GRAPH,
+    Throughput,
+    assumed_speed,
+    measure_speed,
+    validation_tokens,
+)
 from training.config import TrainConfig, dump_config
 from training.data.run_data import bytes_of, find_store, open_store
 from training.log.speed import flops_per_token
@@ -35,11 +43,10 @@ from training.runtime.compilation import SHORT_VALIDATION, is_automatic, pays_of
 from training.runtime.console import printer
 from training.runtime.device import Setup, describe, kernel_of_sdpa, memory_of_others
 from training.runtime.distributed import start_accelerator
-from training.runtime.hardware import FILLS_A_GPU, RENTALS, Rental, device_name
+from training.runtime.hardware import FILLS_A_GPU, RENTALS, device_name
 from training.step.optim import MUON_RATES, describe_rates, usual_learning_rate
 from training.step.size import size_of
 
-ACTIVATIONS = {"gelu": "exact GELU", "gelu_new": "tanh GELU", "relu2": "squared ReLU"}
 # Thresholds of advice:
 FEW_TOKENS = 8192  # tokens per micro-batch; fewer leave a GPU idle between kernels
 RATE_FACTOR = 6  # largest ratio to the usual learning rate, either way
@@ -50,7 +57,6 @@ MUCH = 0.1  # fraction of the time spent on validation
 @dataclass(frozen=True)
 class Forecast:
     config: TrainConfig
-    setup: Setup
     plan: Plan
     store: TokenStore
     speed: Throughput | None  # None if it can only be measured and was not
@@ -62,11 +68,9 @@ class Forecast:
 
     @property
     def validation_tokens(self) -> int:
-        """Number of tokens that all validations score. The last one scores the whole split. With an average of the
-        weights, the weights are scored, too."""
         limit, split = self.config.evaluation.max_eval_samples, self.store.metadata.val.tokens
-        sample = min(split, (limit or split) * self.plan.batches.context)
-        return (self.validations - 1) * sample + split + self.plan.memory.has_average * self.validations * sample
+        sample = (limit or split) * self.plan.batches.context
+        return validation_tokens(self.validations, sample, split, self.plan.memory.has_average)
 
     @property
     def validations(self) -> int:
@@ -78,7 +82,7 @@ class Forecast:
         """Whether validations are compiled, as a graph of their own."""
         tokens = self.validation_tokens / self.plan.batches.processes
         flops = tokens * SCORING * flops_per_token(self.plan.model)
-        return self.setup.torch_compile and pays_off(flops, SHORT_VALIDATION)
+        return self.plan.memory.setup.torch_compile and pays_off(flops, SHORT_VALIDATION)
 
     @property
     def evaluation_share(self) -> float:
@@ -88,10 +92,6 @@ class Forecast:
     @property
     def hours(self) -> float | None:
         return None if self.speed is None else self.seconds(self.speed) / 3600
-
-    @property
-    def store_bytes(self) -> int:
-        return bytes_of(self.store, "train", "val")
 
     def seconds(self, speed: Throughput, tokens: int | None = None) -> float:
         """Return the seconds of the run, or of one that trains on `tokens` with the same validations."""
@@ -113,7 +113,7 @@ class Forecast:
 def forecast_run(config: TrainConfig, run: Run, sizing: Sizing | None) -> Forecast:
     device, processes = device_name(run.accelerator.device), run.accelerator.num_processes
     speed = (sizing and sizing.speed) or assumed_speed(device, run.plan.model, run.setup.mixed_precision, processes)
-    return Forecast(config, run.setup, run.plan, run.data.store, speed, sizing)
+    return Forecast(config, run.plan, run.data.store, speed, sizing)
 
 
 def print_forecast(run: Run, forecast: Forecast) -> None:
@@ -125,31 +125,27 @@ def print_forecast(run: Run, forecast: Forecast) -> None:
 
 def show_plan(config: TrainConfig) -> None:
     """Print the plan, or raise a `UserError` with all problems of the configuration, one per line."""
-    # Exit through `finally` and `with` on SIGTERM, so that the temporary folder is deleted.
-    handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        with TemporaryDirectory(prefix="gpt2scratch-plan-") as folder:
-            _show_plan(config, Path(folder))
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the temporary folder is deleted
+    with TemporaryDirectory(prefix="gpt2scratch-plan-") as folder:
+        setup = setup_of(config)
+        accelerator = start_accelerator(setup, None, config.run.output_dir, config.stopping.ddp_timeout)
+        estimate = None
+        if config.text and find_store(config.recipe) is None:
+            from tokenizer.build.estimate import estimate as estimate_store  # needs packages that a run does not need
+
+            estimate = estimate_store(config.recipe, Path(folder), printer(accelerator))
+        _print_plan(config, setup, accelerator, estimate)
 
 
-def _show_plan(config: TrainConfig, folder: Path) -> None:
-    """Print the plan. `folder` is temporary and holds a sample of text that is large and not tokenized yet."""
-    setup = setup_of(config)
-    accelerator = start_accelerator(setup, None, config.run.output_dir, config.stopping.ddp_timeout)
+def _print_plan(config: TrainConfig, setup: Setup, accelerator: Accelerator, estimate: Any) -> None:
+    """`estimate`: of text that is large and not tokenized yet."""
     say = printer(accelerator)
-    estimate = None
-    if config.text and find_store(config.recipe) is None:
-        from tokenizer.build.estimate import estimate as estimate_store  # needs packages that a run does not need
-
-        estimate = estimate_store(config.recipe, folder, say)
     sample = open_store(config.recipe, say) if estimate is None else estimate.sample
     store = sample if estimate is None else estimate.whole
     config, sizing = resolve(config, accelerator, setup, [store, sample])
     plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)
-    setup = plan.memory.setup
-    hardware, speed = describe(accelerator, setup, plan.model), sizing and sizing.speed
+    setup, speed = plan.memory.setup, sizing and sizing.speed
+    hardware = describe(accelerator, setup, plan.model)
     if config.cost.plan_device is not None:
         rental, processes = RENTALS[config.cost.plan_device], accelerator.num_processes
         hardware = f"{rental.name}, {setup.mixed_precision}, compiled (from its datasheet)"
@@ -158,19 +154,12 @@ def _show_plan(config: TrainConfig, folder: Path) -> None:
         wait = ", which are compiled first, for up to a minute" if setup.torch_compile else ""
         say(f"Measuring a few steps{wait} ...")
         speed = measure_speed(config, plan, setup, accelerator, sample, config.cost.plan_steps)
-    forecast = Forecast(config, setup, plan, store, speed, sizing)
-    say(describe_forecast(forecast, hardware, estimate, rentals(forecast)))
-
-
-def rentals(forecast: Forecast) -> list[tuple[Rental, float, float]]:
-    """Return the rentable devices that can hold the model, with the assumed tokens per second and hours on one device.
-    The list is empty if the model is too small for reported figures."""
-    plan, rows = forecast.plan, []
-    for rental in RENTALS.values():
-        speed = assumed_speed(rental.datasheet, plan.model, "bf16", 1)
-        if speed is not None and plan.memory.total(1) < rental.gigabytes * 1e9:
-            rows.append((rental, speed.tokens_per_second, forecast.seconds(speed) / 3600))
-    return rows
+    forecast = Forecast(config, plan, store, speed, sizing)
+    # Rentable devices that can hold the model, unless it is too small for reported figures: each with its speed.
+    speeds = [(rental, assumed_speed(rental.datasheet, plan.model, "bf16", 1)) for rental in RENTALS.values()]
+    memory = plan.memory.total(1) / 1e9
+    rentals = [(rental, speed) for rental, speed in speeds if speed is not None and memory < rental.gigabytes]
+    say(describe_forecast(forecast, hardware, estimate, rentals))
 
 
 def times_due(plan: Plan, strategy: str, every: int) -> int:
@@ -188,68 +177,46 @@ def describe_forecast(
 ) -> str:
     """Return the text printed before the first step. `estimate`: the `tokenizer.build.estimate.Estimate` of text that
     is not tokenized yet."""
-    config, plan, N = forecast.config, forecast.plan, forecast.plan.memory.parameters
-    n_tokens = plan.order.n_tokens
+    config, plan, n_tokens = forecast.config, forecast.plan, forecast.plan.order.n_tokens
     checkpoints = times_due(plan, config.checkpoint.save_strategy, config.checkpoint.save_steps)
     if config.checkpoints_kept is not None:
         checkpoints = min(checkpoints, config.checkpoints_kept + 1)  # including the best checkpoint
     folder = Path(config.run.output_dir)
     parent = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-    family = "modern" if config.optim.optimizer == "muon" else "gpt2"
-    products = size_of(plan.model).products
-    of_checkpoint = 4 * N * (1 + plan.memory.has_average) + plan.memory.moments  # bytes
     facts = {
-        "model": plan.model,
-        "N": products,
-        "variant": describe_variant(plan.model),
-        "tokens": forecast.tokens,
-        "epochs": plan.epoch(plan.max_steps),
-        "hours": forecast.hours,
+        "forecast": forecast,
         "hardware": hardware,
         "estimate": estimate,
         "about_tokens": round(n_tokens, 3 - len(str(n_tokens))),
-        "overridden": config.overridden_vocab_size(plan.model.vocab_size),
-        "best_ratio": scaling.best_ratio(family, products),
-        "ratio_source": scaling.ratio_source(family, products),
+        "store_bytes": bytes_of(forecast.store, "train", "val"),
+        "family": "modern" if config.optim.optimizer == "muon" else "gpt2",
+        "N": size_of(plan.model).products,
         "scaling": scaling,
         "chosen": dump_config(config, only_changed=True),
         "checkpoints": checkpoints,
-        "disk": (checkpoints + 1) * of_checkpoint + 4 * N,  # one more during a save, and model/
         "free": shutil.disk_usage(parent).free,
         "rates": describe_rates(config.optim, plan.tokens_per_step),
         "advice": advice(forecast),
         "rentals": rentals,
         "run": run,
     }
-    return environment().get_template("forecast.txt.j2").render(vars(forecast), forecast=forecast, **facts).rstrip()
-
-
-def describe_variant(model: GPT2ScratchConfig) -> str:
-    """Describe a model: `untied head, squared ReLU, rotary positions, RMSNorm, dropout 0`."""
-    parts = [f"{'tied' if model.tie_word_embeddings else 'untied'} head"]
-    parts.append(ACTIVATIONS.get(model.activation_function, model.activation_function))
-    parts += ["rotary positions"] * (model.rope_parameters is not None) + ["RMSNorm"] * model.is_modern
-    dropouts = {"embeddings": model.embd_pdrop, "attention": model.attn_pdrop, "blocks": model.resid_pdrop}
-    if len(set(dropouts.values())) == 1:
-        return ", ".join([*parts, f"dropout {model.embd_pdrop:g}"])
-    return ", ".join(parts) + ", dropout " + ", ".join(f"{share:g} ({name})" for name, share in dropouts.items())
+    return environment().get_template("forecast.txt.j2").render(vars(forecast), **facts).rstrip()
 
 
 def advice(forecast: Forecast) -> Iterator[str]:
     """Yield suggested improvements that are known before the first step."""
-    config, setup, plan = forecast.config, forecast.setup, forecast.plan
+    config, plan, setup = forecast.config, forecast.plan, forecast.plan.memory.setup
     batches, model, N, on_gpu = plan.batches, plan.model, size_of(plan.model).products, plan.memory.on_gpu
-    is_here = on_gpu and config.cost.plan_device is None
-    gigabytes, fits = forecast.store_bytes / 1e9, forecast.store_bytes < psutil.virtual_memory().available / 2
-    if config.data.data_placement == "mmap" and fits:
-        yield f"data_placement is mmap, but the store's {gigabytes:.2f} GB fit in RAM, which is faster; use auto."
+    n_bytes, is_here = bytes_of(forecast.store, "train", "val"), config.cost.plan_device is None
+    if config.data.data_placement == "mmap" and n_bytes < psutil.virtual_memory().available / 2:
+        yield f"data_placement is mmap, but the store's {n_bytes / 1e9:.2f} GB fit in RAM, which is faster; use auto."
     if not setup.torch_compile and (on_gpu or (shutil.which("g++") and not is_automatic(config.device.torch_compile))):
         yield "torch_compile is off; compiled steps are faster, by far on a GPU."
     if on_gpu and setup.mixed_precision == "no":
         yield "mixed_precision is no, so tensor cores use TF32 at best; bf16 is about twice as fast."
-    if is_here and (processes := memory_of_others()):
+    if is_here and on_gpu and (processes := memory_of_others()):
         yield f"{processes}."
-    if config.cost.plan_device is None and setup.attention(model.n_positions) == "sdpa":
+    if is_here and setup.attention(model.n_positions) == "sdpa":
         yield from _attention_advice(torch.device("cuda" if on_gpu else "cpu"), setup, model)
     rate, usual = config.optim.learning_rate, usual_learning_rate(N)
     source = f"for models of {N / 1e6:,.1f}M parameters (Kaplan et al. 2020)"

@@ -38,7 +38,6 @@ class Pacer:
             return
         plan = self.run.plan
         plan.max_steps = on_main(self.run.accelerator, lambda: self._corrected(step, log))
-        log.resize(plan.max_steps)
         if step < FINAL * plan.max_steps:
             return
         self.deadline = None

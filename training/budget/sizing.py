@@ -16,7 +16,7 @@ from common.settings_file import read_yaml
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
-from training.budget.throughput import Throughput, assumed_speed, measure_speed
+from training.budget.throughput import Throughput, assumed_speed, measure_speed, validation_tokens
 from training.checkpoints.backup import earlier_run
 from training.checkpoints.metrics import read_events
 from training.checkpoints.status import hours
@@ -79,16 +79,9 @@ class Option:
         return self.most_tokens == scaling.MOST_EPOCHS * self.unique < self.tokens + self.settings["tokens_per_step"]
 
     @property
-    def flops(self) -> float:
-        return self.tokens * flops_per_token(self.model)
-
-    @property
-    def best_ratio(self) -> float:
-        return scaling.best_ratio(self.family, self.parameters)
-
-    @property
     def deficit(self) -> float:
-        return scaling.deficit(self.parameters, self.tokens, self.unique, self.best_ratio)
+        ratio = scaling.best_ratio(self.family, self.parameters)
+        return scaling.deficit(self.parameters, self.tokens, self.unique, ratio)
 
     @property
     def outside(self) -> list[tuple[scaling.Rule, float]]:
@@ -105,7 +98,8 @@ class Option:
     def loss(self) -> tuple[float, float] | None:
         """Lowest and highest expected loss: published, in nats per token, or measured here, in bits per byte. Both laws
         are for text that is hardly repeated."""
-        law = self.published_loss or scaling.measured_bits_per_byte(self.family, self.flops)
+        flops = self.tokens * flops_per_token(self.model)
+        law = self.published_loss or scaling.measured_bits_per_byte(self.family, flops)
         return law if self.epochs <= scaling.EPOCHS_AS_NEW else None
 
 
@@ -115,11 +109,12 @@ class Sizing:
 
     option: Option
     rows: dict[str, Option]  # by `FACTORS`, if they are possible
-    verdict: str  # comparison of the budget with the need; empty without a time limit
-    total: float | None  # seconds from the start of the process to the end; None: no time limit
-    deadline: float | None  # the end, as a time of the monotonic clock
     tokenization: float  # its seconds, which do not count
-    speed: Throughput | None  # None without a time limit
+    # Without a time limit, all of these are None.
+    total: float | None = None  # seconds from the start of the process to the end
+    deadline: float | None = None  # the end, as a time of the monotonic clock
+    verdict: str | None = None  # comparison of the budget with the need
+    speed: Throughput | None = None
 
 
 def resolve(
@@ -194,25 +189,23 @@ class Sizer:
     def choose(self, usage: float, tokenization: float) -> Sizing:
         """Return the choice. `usage`: seconds of the budget that have passed, without those of `tokenization`."""
         self._check_memory()
-        amount, cost, price = self.config.budget.amount, self.config.cost, None
-        total, deadline, verdict, speed = None, None, "", None
+        amount, cost, limit = self.config.budget.amount, self.config.cost, {}
         if amount is not None and amount.unit != "flops":
             devices = device_name(self.accelerator.device), cost.plan_device
             price = price_of(*devices, cost.hourly_price, self.accelerator.num_processes)
             total = price.seconds(amount)
             self.left = total if cost.plan else total - usage
-            deadline = time.monotonic() + self.left
+            limit = {"total": total, "deadline": time.monotonic() + self.left}
             self._find_speed()
         option = self._best(1.0)
         if option is None:
             raise UserError(self._too_small())
         rows = {name: self._best(factor) for name, factor in FACTORS.items()} if amount else {"this": option}
-        rows = {name: row for name, row in rows.items() if row is not None}
-        if price is not None:
+        if limit:
             tokens = self._length(option.settings["tokens_per_step"]) or option.tokens
             verdict = price.verdict(amount, self._seconds(option.model, tokens))
-            speed = self._speed(option.model)
-        return Sizing(option, rows, verdict, total, deadline, tokenization, speed)
+            limit |= {"verdict": verdict, "speed": self._speed(option.model)}
+        return Sizing(option, {name: row for name, row in rows.items() if row is not None}, tokenization, **limit)
 
     def _bytes(self, model: GPT2ScratchConfig) -> float:
         """Return the bytes of weights, gradients and moments in each process."""
@@ -324,12 +317,9 @@ class Sizer:
 
     def _seconds(self, model: GPT2ScratchConfig, tokens: float, validations: int = VALIDATIONS) -> float:
         """Return the estimated seconds of a run that trains on `tokens`."""
-        split = self.store.metadata.val.tokens
-        sample = min(SCORED_TOKENS, split)
-        validation_tokens = split + (validations - 1) * sample  # the last is of all tokens
-        if tokens > self.unique:  # with an average of the weights, the weights are scored, too
-            validation_tokens += validations * sample
-        return self._speed(model).seconds(tokens, validations, validation_tokens)
+        split, has_average = self.store.metadata.val.tokens, tokens > self.unique
+        n_tokens = validation_tokens(validations, SCORED_TOKENS, split, has_average)
+        return self._speed(model).seconds(tokens, validations, n_tokens)
 
     def _speed(self, model: GPT2ScratchConfig) -> Throughput:
         speed = self.flops / flops_per_token(model)

@@ -102,15 +102,11 @@ class RunLog(AbstractContextManager):
             reference = self.reference.compared(entry) if self.reference is not None else ""
             self.screen.validated(entry, best_evaluation(read_metrics(self.folder.metrics)), reference)
         else:
+            self.screen.max_steps = self.plan.max_steps  # a run with a budget corrects it
             self.screen.show(entry, time.monotonic() - self.began, eta)
         for advice in self.advisor.look(entry, waiting_share):
             self.say(f"ADVICE: {advice.text}")
             record(self.folder.events, "advice", entry["step"], **advice._asdict())
-
-    def resize(self, max_steps: int) -> None:
-        """Show progress relative to another number of steps."""
-        if self.main:
-            self.screen.max_steps = max_steps
 
     def show_progress(self, task: str, share: float) -> None:
         if self.main:
