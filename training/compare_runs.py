@@ -22,14 +22,8 @@ from training.report.facts import summarize_run
 from training.report.plots import plot_runs
 from training.report.report import TerminalPage, environment
 
-NOT_COMPARED = {
-    "hourly_price",
-    "notes",
-    "backup_dir",
-    "report_to",
-    "project",
-    "sample_prompts",
-}  # without effect on the model
+# Settings without effect on the model.
+NOT_COMPARED = {"hourly_price", "notes", "backup_dir", "report_to", "project", "sample_prompts"}
 
 
 @dataclass

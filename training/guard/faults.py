@@ -62,13 +62,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _out_of_memory(run: Run) -> Exception:
     plan, last_good = run.plan, run.folder.last_good()
     micro = plan.batches.micro_batch
-    sentence = (
-        f"Out of memory with a micro-batch of {micro} sequence{'s' * (micro > 1)} of {plan.batches.context} tokens"
-    )
+    size = f"{micro} sequence{'s' * (micro > 1)} of {plan.batches.context} tokens"
+    sentence = f"Out of memory with a micro-batch of {size}"
     if run.setup.autotunes:
-        sentence += (
-            ", while max-autotune uses memory for the kernels it tries (without torch_compile_mode, more sequences fit)"
-        )
+        sentence += ", while max-autotune needs memory to try kernels (without torch_compile_mode, more sequences fit)"
     neighbors = memory_of_others()
     sentence += f". {neighbors}" if neighbors else ""
     if micro == 1 and neighbors:

@@ -36,7 +36,7 @@ class Speed:
         self.restart()
 
     def restart(self) -> None:
-        self.steps, self.tokens, self.paused, self.waited = 0, 0, 0.0, 0.0
+        self.steps, self.tokens, self.waited = 0, 0, 0.0
         self.batches.seconds = 0.0
         self.since = time.perf_counter()
 
@@ -50,7 +50,7 @@ class Speed:
         """Exclude the time of the `with` block from the training time."""
         start = time.perf_counter()
         yield
-        self.paused += time.perf_counter() - start
+        self.since += time.perf_counter() - start
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -61,7 +61,7 @@ class Speed:
 
     @property
     def seconds(self) -> float:
-        return time.perf_counter() - self.since - self.paused
+        return time.perf_counter() - self.since
 
     def measured(self) -> dict[str, float]:
         """Return the measurements by name in metrics.jsonl, without communication. Data and memory are local."""

@@ -98,9 +98,8 @@ class Memory:
         """Return the bytes that one block keeps for its backward pass."""
         model, tokens = self.model, micro_batch * self.model.n_positions
         per_unit = KEPT_IN_HALF if self.in_half else KEPT_IN_FP32
-        is_eager = (
-            self.setup.attention(model.n_positions) == "eager"
-        )  # keeps contiguous copies of queries and keys in any case
+        # Eager attention keeps contiguous copies of queries and keys in any case.
+        is_eager = self.setup.attention(model.n_positions) == "eager"
         if model.is_modern or (model.rope_parameters is not None and not is_eager):
             per_unit += KEPT_BY_QUERIES[self.in_half]
         if model.is_modern and not self.setup.torch_compile:

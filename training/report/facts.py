@@ -7,7 +7,8 @@ far.
 import shlex
 from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import pairwise
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -165,8 +166,7 @@ def _results(entries: Entries, evaluations: Entries, samples: dict[int, list[str
 def _environments(starts: Entries) -> list[dict[str, Any]]:
     """Return hardware and libraries, with the step after which each combination was used."""
     environments = [{"step": start["step"], "text": start["environment"]} for start in starts if "environment" in start]
-    pairs = pairwise([{"text": None}, *environments])
-    return [environment for previous, environment in pairs if environment["text"] != previous["text"]]
+    return [next(group) for _, group in groupby(environments, key=itemgetter("text"))]
 
 
 def _as_typed(data: str) -> str:
