@@ -4,8 +4,6 @@ import re
 import shutil
 import signal
 
-import pytest
-
 from conftest import TINY, assert_user_error, error_of, flags, lines, wait_until
 from training import compare_runs, sweep
 
@@ -16,7 +14,7 @@ def command(store, base, **settings) -> list[str]:
     return [*flags(data=store.folder, output_dir=base, **SETTINGS | settings), "--vary", "learning_rate=0.01,0.02"]
 
 
-def test_a_killed_sweep_continues_and_repeats_no_finished_run(store, tmp_path, spawn, launch, capsys):
+def test_a_killed_sweep_continues_after_its_finished_and_failed_runs(store, run, tmp_path, spawn, launch, capsys):
     first, second = (tmp_path / "sweep" / f"learning_rate={rate}" for rate in ("0.01", "0.02"))
     arguments = command(store, tmp_path / "sweep", max_steps=300, save_steps=50, eval_steps=100)
     process = spawn("-m", "training.sweep", *arguments)
@@ -27,31 +25,23 @@ def test_a_killed_sweep_continues_and_repeats_no_finished_run(store, tmp_path, s
     process.kill()
     process.wait()
     status = (first / "status.json").read_bytes()
-    result = launch("-m", "training.sweep", *arguments)
-    assert (result.returncode, (tmp_path / "sweep" / "comparison.png").is_file()) == (0, True), result.stderr
+    shutil.copytree(run, tmp_path / "sweep" / "learning_rate=0.03")  # a finished run with other settings
+    result = launch("-m", "training.sweep", *arguments[:-1], "learning_rate=0.03,0.01,0.02")
+    assert (result.returncode, (tmp_path / "sweep" / "comparison.png").is_file()) == (1, True), result.stderr
+    assert re.search("contains another run .*error: 1 of 3 runs failed: .*=0.03", result.stderr, re.DOTALL)
     assert (first / "status.json").read_bytes() == status
     assert [event["event"] for event in lines(second / "events.jsonl")].count("resumed") == 1
-    assert result.stdout.count("| finished |") == 2
+    assert result.stdout.count("| finished |") == 3
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_sweep_after_its_run_is_saved(store, tmp_path, spawn, number, code):
+def test_a_signal_ends_the_sweep_after_its_run_is_saved(store, tmp_path, spawn):
     settings = {"max_steps": 100_000, "save_steps": 100_000, "eval_steps": 100_000}
     process = spawn("-m", "training.sweep", *command(store, tmp_path, **settings))
-    run = tmp_path / "learning_rate=0.01"
-    wait_until(lambda: lines(run / "metrics.jsonl"))
-    process.send_signal(number)
-    assert process.wait(timeout=120) == code
-    assert lines(run / "events.jsonl")[-1]["event"] == "stopped"
+    wait_until(lambda: lines(tmp_path / "learning_rate=0.01" / "metrics.jsonl"))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == 143
+    assert lines(tmp_path / "learning_rate=0.01" / "events.jsonl")[-1]["event"] == "stopped"
     assert not (tmp_path / "learning_rate=0.02").exists()
-
-
-def test_a_failed_run_does_not_end_the_sweep(store, run, tmp_path, launch):
-    shutil.copytree(run, tmp_path / "learning_rate=0.01")  # a finished run with other settings
-    result = launch("-m", "training.sweep", *command(store, tmp_path))
-    assert result.returncode == 1
-    assert re.search("contains another run .*error: 1 of 2 runs failed: .*=0.01", result.stderr, re.DOTALL)
-    assert result.stdout.count("| finished |") == 2
 
 
 def test_all_problems_are_reported_before_the_first_run(store, tmp_path):

@@ -3,15 +3,16 @@
 import os
 import re
 import signal
-from contextlib import ExitStack
 
 import pytest
-from test_stopping import TWO, Job
+from test_stopping import Job
 
+from conftest import TWO_PROCESSES
 from training.guard.watchdog import Pulse, find_fault
 
 JOB = """
 import os, sys, time
+sys.path.insert(0, os.getcwd())
 from datetime import timedelta
 from pathlib import Path
 from threading import Thread
@@ -19,7 +20,6 @@ from threading import Thread
 from torch import distributed, ones
 
 from training.runtime.distributed import MEETING
-from training.runtime.restart import Restart, restarted
 from training.guard.stopping import Stopper, StoppingArguments
 from training.guard import watchdog as module
 from training.checkpoints.saver import THREAD
@@ -41,21 +41,14 @@ with (
     module.Watchdog(rank, processes, seconds) as watchdog,
     Stopper(StoppingArguments(), processes),  # because the launcher sends SIGTERM after a death
 ):
-    if not restarted():
-        Thread(target=finish_saving, name=THREAD, daemon=True).start()
-    for step in range(12 if mode == "restart" else 600):
+    Thread(target=finish_saving, name=THREAD, daemon=True).start()
+    for step in range(600):
         watchdog.phase = f"step {step}"
-        if rank == 1 and step == 5 and mode == "restart" and not restarted():
-            watchdog.order(Restart("Out of memory: on with a micro-batch of 4.", {"micro_batch": 4}))
         if rank == 1 and step == 5 and mode == "hang":
             time.sleep(600)
         time.sleep(0.1)
-        sum_of_ranks = ones(1) * rank
-        distributed.all_reduce(sum_of_ranks)
-        log.write(f"step {step} {int(sum_of_ranks)} {restarted()}\\n")
-    distributed.barrier()
-distributed.destroy_process_group()
-log.write("done\\n")
+        distributed.all_reduce(ones(1))
+        log.write(f"step {step}\\n")
 """
 SECOND = "rank 2 (a, pid 2)"
 STOPPED = r"has been silent for 3 s at step N \(its process is stopped\)"
@@ -63,55 +56,43 @@ REMEDY = "The run ends; resume it with the same command."
 
 
 @pytest.fixture
-def job(tmp_path):
-    with ExitStack() as jobs:
-
-        def start(*arguments: str) -> Job:
-            two = jobs.enter_context(Job(tmp_path, JOB, TWO, *arguments))
-            two.wait_for("step 3 1 {}", 1)
-            return two
-
-        yield start
+def job(spawn, tmp_path):
+    job = Job(tmp_path, JOB, spawn)
+    yield job
+    job.kill()
 
 
-def errors(job: Job) -> list[str]:
-    """Return the error sentences without their step, which depends on timing."""
-    return [re.sub(r"step \d+", "step N", line) for line in job.stderr().splitlines() if line.startswith("error: ")]
+def started(job: Job, *arguments: str) -> Job:
+    job.start(*arguments, launcher=TWO_PROCESSES)
+    job.wait_for("step 3", 1)
+    return job
+
+
+def error(job: Job) -> str:
+    """Return the only error sentence without its step, which depends on timing."""
+    output = job.errors()
+    assert "Connection closed by peer" not in output
+    [sentence] = re.findall("^error: .*", output, re.MULTILINE)
+    return re.sub(r"step \d+", "step N", sentence)
 
 
 @pytest.mark.parametrize(("number", "fault"), [(signal.SIGSTOP, STOPPED), (signal.SIGKILL, "has died at step N")])
 def test_a_stopped_or_dead_process_is_reported_and_ends_the_job(job, number, fault):
-    two = job("steps", "60")
+    two = started(job, "steps", "60")
     os.kill(two.pid(1), number)
     assert two.wait_for_end(0)[-1] == "saved"
     if number == signal.SIGSTOP:
         assert two.wait_for_end(1)[-1] == "saved"  # it was continued, to end normally
-    assert two.started.wait(60) == 1
-    assert len(errors(two)) == 1
-    assert re.fullmatch(rf"error: rank 1 \(.+, pid {two.pid(1)}\) {fault}\. {REMEDY}", errors(two)[0])
-    assert "Connection closed by peer" not in two.stderr()
+    assert re.fullmatch(rf"error: rank 1 \(.+, pid {two.pid(1)}\) {fault}\. {REMEDY}", error(two))
+    assert two.started.returncode == 1
 
 
 def test_a_hung_main_thread_is_reported_after_the_timeout(job):
-    two = job("hang", "3")
+    two = started(job, "hang", "3")
     assert two.wait_for_end(0, 16)[-1] == "saved"
     assert two.wait_for_end(1)[-1] == "saved"
-    assert len(errors(two)) == 1
     steps = rf"3 s \(ddp_timeout\): rank 1 is at step N, rank 0 is at step N\. {REMEDY}"
-    assert re.search(rf"rank 1 \(.+, pid {two.pid(1)}\) kept the others waiting for {steps}", errors(two)[0])
-
-
-def test_restart_replaces_processes_with_the_same_pids_even_during_a_collective(job):
-    two = job("restart", "60")
-    for rank in (0, 1):
-        two.wait_for("done", rank)
-        pid, *steps = two.lines(rank)
-        index = steps.index(pid)
-        assert steps[:index] == [*(f"step {step} 1 {{}}" for step in range(5)), "saved"]
-        facts = "{'micro_batch': 4, 'because': 'Out of memory: on with a micro-batch of 4.', 'restarts': 1}"
-        assert steps[index + 1 :] == [*(f"step {step} 1 {facts}" for step in range(12)), "done"]
-    assert two.started.wait(60) == 0
-    assert two.stderr() == "Out of memory: on with a micro-batch of 4.\n"
+    assert re.search(rf"rank 1 \(.+, pid {two.pid(1)}\) kept the others waiting for {steps}", error(two))
 
 
 @pytest.mark.parametrize(
