@@ -74,8 +74,7 @@ def test_mfu_far_below_reported_values_is_reported(tmp_path):
 
 def test_collapsed_loss_scale_is_reported(tmp_path):
     [text] = texts_of(advisor(tmp_path), lines([3.0] * 5, loss_scale=0.5))
-    assert "scale of fp16 fell to 0.5: " in text
-    assert "Use --mixed_precision bf16 on a GPU that has it, otherwise no, or lower learning_rate" in text
+    assert re.search(r"scale of fp16 fell to 0\.5: .* Use --mixed_precision bf16 .* or lower learning_rate", text)
     assert texts_of(advisor(tmp_path), lines([3.0] * 5, loss_scale=1.0)) == []
 
 
@@ -99,11 +98,8 @@ def test_exploding_gradient_and_flat_or_rising_loss_are_reported(tmp_path):
     assert flat.startswith("The loss is flat over the last 510 steps: mean 3.001, then 3.000 (± 0.000). ")
     [rising] = texts_of(advisor(tmp_path), lines(falling + noisy(3.0, 60, fall=-0.3)))
     assert rising.startswith("The loss is rising: mean 3.0")
-    waves = [3.0 + 0.1 * math.sin(i / 2) for i in range(60)]
-    [oscillating] = texts_of(advisor(tmp_path), lines(waves))
-    assert re.match(
-        r"The loss oscillates: .* swings by ± 0\.0[67]\d .* Divide learning_rate by 3, to 3\.3e-04", oscillating
-    )
+    [oscillating] = texts_of(advisor(tmp_path), lines([3.0 + 0.1 * math.sin(i / 2) for i in range(60)]))
+    assert re.search(r"oscillates: .* by ± 0\.0[67]\d .* Divide learning_rate by 3, to 3\.3e-04", oscillating)
 
 
 def test_rising_validation_loss_is_reported_once_even_after_a_resume(tmp_path):

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,32 +40,27 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 """
 
 
-def write_tasks(folder) -> None:
-    """Write the task from the documentation for the user's own text, and a multiple-choice task."""
-    example = re.search(r"```yaml\n(.*?)```", DOCUMENTATION.read_text(), re.DOTALL)[1]
-    assert "tasks/held_out.jsonl" in example
-    my_text = example.replace("tasks/held_out.jsonl", f"{folder}/my_text.jsonl")
-    for name, task, rows in (
-        ("my_text", my_text, [{"text": page} for page in PAGES]),
-        ("which", MULTIPLE_CHOICE.replace("FOLDER", str(folder)), CHOICES),
-    ):
-        (folder / f"{name}.yaml").write_text(task)
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_task(folder, name: str, task: str, rows: list[dict]) -> Path:
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / f"{name}.yaml").write_text(task.replace("FOLDER", str(folder)).replace("which", name))
+    return folder / f"{name}.yaml"
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
+    """Folder with the task of the documentation for the user's own text, and a multiple-choice task."""
     folder = tmp_path_factory.mktemp("tasks")
-    write_tasks(folder)
+    example = re.search(r"```yaml\n(.*?)```", DOCUMENTATION.read_text(), re.DOTALL)[1]
+    my_text = example.replace("tasks/held_out.jsonl", "FOLDER/my_text.jsonl")
+    write_task(folder, "my_text", my_text, [{"text": page} for page in PAGES])
+    write_task(folder, "which", MULTIPLE_CHOICE, CHOICES)
     return folder
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory, store):
-    folder = tmp_path_factory.mktemp("models")
-    checkpoint = trained(store, folder / "run", max_steps=30, warmup_steps=0) / "checkpoints" / "step_00000030"
-    convert(str(checkpoint), str(folder / "twin"), "gpt2")
-    return {"checkpoint": checkpoint, "twin": folder / "twin"}
+def checkpoint(tmp_path_factory, store):
+    run = trained(store, tmp_path_factory.mktemp("models") / "run", max_steps=30, warmup_steps=0)
+    return run / "checkpoints" / "step_00000030"
 
 
 def evaluated(model, tasks, *names: str, **model_options) -> dict:
@@ -75,30 +71,19 @@ def evaluated(model, tasks, *names: str, **model_options) -> dict:
     return lm_eval.simple_evaluate(model="hf", tasks=list(names), task_manager=manager, **settings)
 
 
-def nats_of(samples: list[dict]) -> list[float]:
-    return [float(nats) for sample in samples for [[nats, _]] in sample["resps"]]
-
-
 @pytest.fixture(scope="module")
-def results(launch, models, tasks):
-    """For the checkpoint, by the documented command, and its twin: all results, and the log likelihoods of the
-    choices."""
+def results(launch, checkpoint, tasks):
+    """Results of the checkpoint by the documented command."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tasks / "home")}
-    arguments = f"pretrained={models['checkpoint']},dtype=float32,trust_remote_code=True"
     process = launch(
-        *("-m", "lm_eval", "--model", "hf", "--model_args", arguments),
-        *("--tasks", "my_text,which", "--include_path", tasks, "--batch_size", "4", "--device", "cpu"),
-        *("--output_path", tasks / "checkpoint", "--log_samples"),
+        *("-m", "lm_eval", "--model", "hf", "--batch_size", "4", "--device", "cpu"),
+        *("--model_args", f"pretrained={checkpoint},dtype=float32,trust_remote_code=True"),
+        *("--tasks", "my_text,which", "--include_path", tasks, "--output_path", tasks / "checkpoint"),
         **offline,
     )
     assert process.returncode == 0, process.stderr
     [summary] = (tasks / "checkpoint").glob("*/results_*.json")
-    [samples] = (tasks / "checkpoint").glob("*/samples_which_*.jsonl")
-    twin = evaluated(models["twin"], tasks, "my_text", "which")
-    return {
-        "checkpoint": (json.loads(summary.read_text()), nats_of(map(json.loads, samples.read_text().splitlines()))),
-        "twin": (twin, nats_of(twin["samples"]["which"])),
-    }
+    return json.loads(summary.read_text())
 
 
 @torch.no_grad()
@@ -121,16 +106,15 @@ def numbers(result: dict, task: str) -> dict[str, float]:
     return {name: value for name, value in result["results"][task].items() if isinstance(value, float)}
 
 
-def test_a_checkpoint_and_its_converted_gpt2_get_the_same_results(results, models):
-    (checkpoint, choices), (twin, choices_of_twin) = results["checkpoint"], results["twin"]
-    assert checkpoint["max_length"] == twin["max_length"] == 16
-    assert checkpoint["config"]["model_num_parameters"] == twin["config"]["model_num_parameters"] == 11648
-    assert choices == pytest.approx(choices_of_twin, abs=1e-5)
-    assert len(choices) == 6
+def test_a_checkpoint_and_its_converted_gpt2_get_the_same_results(results, checkpoint, tasks, tmp_path):
+    convert(str(checkpoint), str(tmp_path / "twin"), "gpt2")
+    twin = evaluated(tmp_path / "twin", tasks, "my_text", "which")
+    assert results["max_length"] == twin["max_length"] == 16
+    assert results["config"]["model_num_parameters"] == twin["config"]["model_num_parameters"] == 11648
     for task in ("my_text", "which"):
-        assert numbers(checkpoint, task) == pytest.approx(numbers(twin, task), rel=1e-6)
-    value = checkpoint["results"]["my_text"]["bits_per_byte,none"]
-    assert value == pytest.approx(bits_per_byte(models["checkpoint"]), rel=1e-5)
+        assert numbers(results, task) == pytest.approx(numbers(twin, task), rel=1e-6)
+    value = results["results"]["my_text"]["bits_per_byte,none"]
+    assert value == pytest.approx(bits_per_byte(checkpoint), rel=1e-5)
     assert 1.5 < value < 3.5  # a uniform distribution over 300 tokens would give 3.5
 
 
@@ -143,10 +127,8 @@ def test_a_character_model_of_the_modern_family_uses_the_given_prefix_token(task
     assert result["results"]["my_text"]["bits_per_byte,none"] == pytest.approx(bits_per_byte(model, newline), rel=1e-5)
 
 
-def test_the_card_shows_harness_results_only_of_its_own_weights(results, models, tasks):
-    checkpoint = models["checkpoint"]
+def test_the_card_shows_harness_results_only_of_its_own_weights(results, checkpoint, tasks):
     evaluations = shutil.copytree(tasks / "checkpoint", checkpoint.parents[1] / "lm_eval")
-    result, _ = results["checkpoint"]
     card = ModelCard(card_of(checkpoint))
     entries = {(entry.dataset_name, entry.metric_type): entry for entry in card.data.eval_results}
     assert set(entries) == {
@@ -154,7 +136,7 @@ def test_the_card_shows_harness_results_only_of_its_own_weights(results, models,
         *(("my_text", metric) for metric in ("bits_per_byte", "byte_perplexity", "word_perplexity")),
         *(("which", metric) for metric in ("acc", "acc_norm")),
     }
-    assert entries["which", "acc"].metric_value == result["results"]["which"]["acc,none"]
+    assert entries["which", "acc"].metric_value == results["results"]["which"]["acc,none"]
     assert entries["which", "acc"].dataset_split == "test"
     assert entries["which", "acc"].source_name == f"lm-eval {lm_eval.__version__}, 0-shot"
     assert "## Evaluation\n\n| task | metric | value | source |" in card.text
@@ -163,15 +145,15 @@ def test_the_card_shows_harness_results_only_of_its_own_weights(results, models,
     assert PublishedModel.read(checkpoint).harness == []
 
 
-def test_evaluate_reports_the_results_of_lm_eval(results, models, tasks, store, tmp_path, monkeypatch):
-    run = shutil.copytree(models["checkpoint"].parents[1], tmp_path / "run", ignore=shutil.ignore_patterns("lm_eval"))
+def test_evaluate_reports_the_results_of_lm_eval(results, checkpoint, tasks, store, tmp_path, monkeypatch):
+    run = shutil.copytree(checkpoint.parents[1], tmp_path / "run", ignore=shutil.ignore_patterns("lm_eval"))
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_defaults: manager)
     for names in ("whi*", str(tasks / "my_text.yaml")):
         evaluate.main([str(run), "--tasks", names, "--per_device_eval_batch_size", "4"])
     results_of_run = json.loads((run / "evaluation" / "evaluation.json").read_text())["tasks"]
     for task in ("my_text", "which"):
-        assert numbers(results_of_run, task) == numbers(results["checkpoint"][0], task)
+        assert numbers(results_of_run, task) == numbers(results, task)
     acc, stderr = (results_of_run["results"]["which"][f"acc{name},none"] for name in ("", "_stderr"))
     model_folder = shutil.copytree(run / "model", tmp_path / "alone")  # a model without a run
     evaluate.main([str(model_folder), "--data", str(store.folder), "--tasks", "which"])
@@ -181,10 +163,8 @@ def test_evaluate_reports_the_results_of_lm_eval(results, models, tasks, store, 
     for entries in (ModelCard(card).data.eval_results for card in cards):
         assert ("which", "acc", acc) in {(e.dataset_name, e.metric_type, e.metric_value) for e in entries}
     assert "my_text: at least" not in (run / "report.md").read_text()
-    rows = (CHOICES[0] | {"query": prose(i, 40), "choices": ["was", "he"]} for i in range(3))
-    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    long = tmp_path / "long.yaml"
-    long.write_text(MULTIPLE_CHOICE.replace("FOLDER", str(tmp_path)).replace("which", "long"))
+    rows = [CHOICES[0] | {"query": prose(i, 40), "choices": ["was", "he"]} for i in range(3)]
+    long = write_task(tmp_path, "long", MULTIPLE_CHOICE, rows)
     evaluate.main([str(run), "--tasks", str(long)])
     assert "long: at least 6 requests exceeded the context and lost the beginning." in (run / "report.md").read_text()
     long.write_text(long.read_text().replace("multiple_choice", "generate_until"))
@@ -194,13 +174,8 @@ def test_evaluate_reports_the_results_of_lm_eval(results, models, tasks, store, 
     assert_user_error("^'' is neither a task", evaluate.main, ["no/model", "--tasks", "which,"])
     (broken := tmp_path / "broken.yaml").write_text((tasks / "my_text.yaml").read_text().replace(".jsonl", ".missing"))
     assert_user_error("^lm-evaluation-harness ended with", evaluate.main, ["no/model", "--tasks", str(broken)])
-    for value in (
-        "'{{query.x}}'",
-        "!function os.getcwd",
-        "'{% set x = 1 %}'",
-        "x\ninclude: a",
-        "x\nmetric_list: [{metric: x}]",
-    ):
+    more = ("x\ninclude: a", "x\nmetric_list: [{metric: x}]")
+    for value in ("'{{query.x}}'", "!function os.getcwd", "'{% set x = 1 %}'", *more):
         broken.write_text(MULTIPLE_CHOICE.replace('"{{query}}"', value))
         sentence = "broken.yaml can run code .*; read it, then add --trust_task_code"
         assert_user_error(sentence, evaluate.main, ["no/model", "--tasks", str(broken)])

@@ -30,17 +30,13 @@ def test_a_run_of_the_same_settings_and_text_is_compared_and_others_are_not(fini
     run = trained(store, tmp_path / "run", seed=2)
     losses = [entry["eval_loss"] for entry in metrics(run) if "eval_loss" in entry]
     difference = losses[1] - curve[1]["eval_loss"]
-    expectation = (
-        f"{abs(difference):.2f} {'above' if difference > 0 else 'below'} the reference tiny at 0.000384M tokens"
-    )
+    place = f"{'above' if difference > 0 else 'below'} the reference tiny at 0.000384M tokens"
     out = capsys.readouterr().out
-    assert expectation in out
+    assert f"{abs(difference):.2f} {place}" in out
     assert re.findall(r"(\w)\.jsonl is damaged \(.+\), so no run is compared with it\.\n", out) == list("abcde")
-    assert f"Last validation loss: {expectation} (`presets/reference/`)." in (run / "report.md").read_text()
-    older = {name: value for name, value in head["compared"].items() if name != "weight_average"}  # which is newer
-    (folder / "tiny.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in (head | {"compared": older}, *curve))
-    )
+    assert f" {place} (`presets/reference/`)." in (run / "report.md").read_text()
+    older = head | {"compared": {name: value for name, value in head["compared"].items() if name != "weight_average"}}
+    (folder / "tiny.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (older, *curve)))
     assert reference.find_reference(reference.RunFolder(run)).name == "tiny"
     second = trained(store, tmp_path / "other", learning_rate=0.02)
     assert "the reference" not in capsys.readouterr().out + (second / "report.md").read_text()
