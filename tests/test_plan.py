@@ -17,6 +17,11 @@ from training.runtime.hardware import rentals_named, reported_mfu
 from training.step.optim import usual_learning_rate
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr("training.budget.forecast.MEASURED_SECONDS", 0.5)
+
+
 def planned(store, tmp_path, capsys, *extra: str, **settings) -> str:
     trained(store, tmp_path / "run", "--plan", *extra, **settings)
     return capsys.readouterr().out
@@ -119,7 +124,7 @@ def test_measured_peak_memory_matches_the_run(store, tmp_path, capsys):
     shape = {"n_layer": 4, "n_embd": 64, "n_positions": 16, "tokens_per_step": 1024}
     output = planned(store, tmp_path, capsys, plan_steps=10, **shape)
     memory = float(re.search(r"measured peak[^:]*: ([\d.]+) GB", output)[1])
-    run = trained(store, tmp_path / "run", **shape, max_steps=40, logging_steps=10)
+    run = trained(store, tmp_path / "run", **shape, max_steps=12, eval_steps=6, save_steps=6)
     assert max(entry.get("peak_memory_gb", 0) for entry in metrics(run)) == pytest.approx(memory, rel=0.1)
 
 
@@ -159,11 +164,12 @@ def test_store_overrides_the_vocab_size_of_a_preset(store, tmp_path, capsys, pre
     assert (line in output) is (size is not None)
 
 
-def test_problems_of_every_kind_are_reported_together(launch, store, tmp_path):
+def test_problems_of_every_kind_are_reported_together(store, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (tmp_path / "own.yaml").write_text("n_embd: 100\nn_head: 3\nlearning_rat: 1\nsave_steps: 0\n")
     settings = {"config": tmp_path / "own.yaml", "output_dir": tmp_path / "run", "n_positions": 8192}
     wrong = {"tokens_per_step": 100, "vocab_size": 301, "mixed_precision": "fp16", "warmup_steps": "x"}
-    result = launch("train_accelerate.py", *flags(data=store.folder, **settings, **wrong), CUDA_VISIBLE_DEVICES="")
+    error = error_of(train_accelerate.main, flags(data=store.folder, **settings, **wrong))
     problems = [
         "--warmup_steps: invalid int value: 'x'",
         f"{tmp_path}/own.yaml: Unknown key learning_rat. Did you mean learning_rate",
@@ -174,9 +180,9 @@ def test_problems_of_every_kind_are_reported_together(launch, store, tmp_path):
         "n_embd 100 is not divisible by n_head 3",
         "tokens_per_step 100 is not a multiple of 8192 (context 8192 x 1 process); the nearest are 8192",
     ]
-    for problem, line in zip(problems, result.stderr.splitlines(), strict=True):
+    for problem, line in zip(problems, error.splitlines(), strict=True):
         assert problem in line
-    assert (result.returncode, result.stdout) == (1, "")
+    assert capsys.readouterr().out == ""
     assert not (tmp_path / "run").exists()
 
 
@@ -195,10 +201,11 @@ def test_problems_are_reported_before_a_text_is_tokenized(tmp_path, capsys):
 
 def test_plan_gives_advice(store, tmp_path, capsys):
     settings = {"data_placement": "mmap", "learning_rate": 0.5, "plan_steps": 0, "max_steps": 3, "attn_pdrop": 0.1}
-    output = planned(store, tmp_path, capsys, **settings)
+    assert "Validations" not in planned(store, tmp_path, capsys, **settings)  # the last one is always complete
+    output = planned(store, tmp_path, capsys, **settings, eval_steps=1)
     assert "attn_pdrop is 0.1, so attention uses PyTorch's math kernel, which stores all scores, instead" in output
     about = [line.split()[1] for line in output.splitlines() if line.startswith("Advice:")]
-    assert about == ["data_placement", "torch_compile", "attn_pdrop", "learning_rate", "warmup_steps", "Validation"]
+    assert about == ["data_placement", "torch_compile", "attn_pdrop", "learning_rate", "warmup_steps", "Validations"]
     assert "Time:    not measured, because --plan_steps is 0." in output
 
 

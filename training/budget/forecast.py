@@ -47,6 +47,7 @@ from training.runtime.hardware import FILLS_A_GPU, RENTALS, device_name
 from training.step.optim import MUON_RATES, describe_rates, usual_learning_rate
 from training.step.size import size_of
 
+MEASURED_SECONDS = 3.0  # at least, of the steps that --plan measures
 # Thresholds of advice:
 FEW_TOKENS = 8192  # tokens per micro-batch; fewer leave a GPU idle between kernels
 RATE_FACTOR = 6  # largest ratio to the usual learning rate, either way
@@ -153,7 +154,7 @@ def _print_plan(config: TrainConfig, setup: Setup, accelerator: Accelerator, est
     elif speed is None and config.cost.plan_steps > 0:
         wait = ", which are compiled first, for up to a minute" if setup.torch_compile else ""
         say(f"Measuring a few steps{wait} ...")
-        speed = measure_speed(config, plan, setup, accelerator, sample, config.cost.plan_steps)
+        speed = measure_speed(config, plan, setup, accelerator, sample, config.cost.plan_steps, MEASURED_SECONDS)
     forecast = Forecast(config, plan, store, speed, sizing)
     # Rentable devices that can hold the model, unless it is too small for reported figures: each with its speed.
     speeds = [(rental, assumed_speed(rental.datasheet, plan.model, "bf16", 1)) for rental in RENTALS.values()]
@@ -239,8 +240,10 @@ def advice(forecast: Forecast) -> Iterator[str]:
     if N >= FILLS_A_GPU and forecast.tokens < N * scaling.RATIOS["modern"] / 10:  # scaling laws exclude smaller models
         text = "tokens per parameter are few: a smaller model would reach a lower loss in the same time."
         yield f"{forecast.tokens / N:.2g} {text}"
-    if (share := forecast.evaluation_share) > MUCH:
-        yield f"Validation takes about {share:.0%} of the time; raise eval_steps or set max_eval_samples."
+    # The last validation scores the whole split in any case.
+    share = forecast.evaluation_share * (1 - forecast.store.metadata.val.tokens / forecast.validation_tokens)
+    if share > MUCH:
+        yield f"Validations before the last take {share:.0%} of the time; raise eval_steps or set max_eval_samples."
 
 
 def _attention_advice(device: torch.device, setup: Setup, model: GPT2ScratchConfig) -> Iterator[str]:

@@ -65,7 +65,7 @@ def measure_speed(
     accelerator: Accelerator,
     store: TokenStore,
     steps: int,
-    seconds: float = 3.0,
+    seconds: float,
 ) -> Throughput:
     """Measure training steps at a learning rate of 0, on a GPU `steps` at a time, for at least `seconds`, after the
     first step, which compiles. Called by every process. No result is kept.
