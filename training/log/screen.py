@@ -24,7 +24,6 @@ FRAMES_PER_SECOND = 4
 LONG_SILENCE = 60  # seconds without output before progress is printed, if no terminal shows it
 BARS = "▁▂▃▄▅▆▇█"
 CURVE = 24  # bars of the loss curve
-MANY = 10_000  # losses; above this number, the curve is drawn from a subset
 
 
 def parts_of(entry: dict[str, Any], seconds: float, eta: float | None, price: Price) -> dict[str, str]:
@@ -132,7 +131,6 @@ class Screen:
 
 def sparkline(values: list[float], width: int) -> str:
     """Draw `values` as at most `width` bars of eight heights. One bar averages several neighbors."""
-    sample = np.array(values[:: 1 + len(values) // MANY])
-    means = [part.mean() for part in np.array_split(sample, min(width, len(sample)))]
+    means = [part.mean() for part in np.array_split(values, min(width, len(values)))]
     low, span = min(means), max(means) - min(means)
     return "".join(BARS[round((len(BARS) - 1) * (mean - low) / span) if span else 0] for mean in means)
