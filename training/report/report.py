@@ -202,4 +202,5 @@ def _hashes(model: Path) -> list[str]:
 
 
 def _page(results: dict[str, Any]) -> str:
-    return environment().get_template("evaluation.md.j2").render(results=results).strip() + "\n"
+    tables = environment().get_template("tables.md.j2").module
+    return f"# Evaluation\n\n{tables.evaluation_tables(results, '##').strip()}\n"
