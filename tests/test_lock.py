@@ -38,7 +38,7 @@ def test_a_second_process_is_refused_until_the_holder_ends_even_by_kill_9_or_exe
     holder_text = rf"{run} is in use by process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d; "
     assert re.match(f"{holder_text}.* use another --output_dir", refusal(run))
     assert not run.exists()  # a folder that may belong to another program is not created
-    Timer(1, holder.kill).start()
+    Timer(2, holder.kill).start()
     with RunLock(run, output.append, patience=60):
         assert re.fullmatch(rf"{holder_text}waiting up to 60 s for it to end \.\.\.", output[0])
         assert note.exists()

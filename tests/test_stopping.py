@@ -184,10 +184,11 @@ def test_max_hours_saves_stops_and_counts_from_the_process_start(job):
     assert one.started.returncode == 0
     assert one.lines()[-1].endswith(" max_hours")
     age = (time.time() - psutil.Process().create_time()) / 3600
-    for hours, reason in ((age / 2, "max_hours"), (age + 1, None)):  # the first ended before the stopper started
-        with Stopper(StoppingArguments(max_hours=hours)) as stopper:
-            time.sleep(2 * TICK)
-            assert stopper.agreed() == reason
+    with Stopper(StoppingArguments(max_hours=age / 2)) as stopper:  # they ended before the stopper started
+        wait_until(lambda: stopper.agreed() == "max_hours", 60)
+    with Stopper(StoppingArguments(max_hours=age + 1)) as stopper:
+        time.sleep(2 * TICK)
+        assert stopper.agreed() is None
 
 
 @pytest.mark.parametrize(("number", "final_lines"), [(signal.SIGUSR1, ["requeue 7"]), (signal.SIGTERM, [])])
@@ -213,9 +214,11 @@ def test_the_slurm_script_saves_before_the_time_limit_and_requeues_the_job(tmp_p
 def test_ending_a_forked_child_does_not_request_a_stop():
     original = signal.getsignal(signal.SIGINT)
     with Stopper(StoppingArguments()) as stopper:
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        fork = multiprocessing.get_context("fork")
+        has_started = fork.Event()
+        child = fork.Process(target=lambda: (has_started.set(), time.sleep(600)))
         child.start()
-        time.sleep(0.1)
+        assert has_started.wait(60)
         child.terminate()
         child.join(60)
         assert child.exitcode == -signal.SIGTERM

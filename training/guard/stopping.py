@@ -131,9 +131,11 @@ class Stopper:
 
     def request(self, reason: str) -> None:
         """Request a stop for one of the reasons in `EXIT_CODES`. The first request is kept."""
+        end = self.end_without_saving if reason not in ("max_hours", NOT_SAVED) else None
+        self._said = self._said or end is not None  # first: the main thread may announce a request as soon as it is set
         self.requested = self.requested or reason
-        if self.end_without_saving is not None and reason not in ("max_hours", NOT_SAVED):
-            self.end_without_saving(reason)
+        if end is not None:
+            end(reason)
             for child in psutil.Process().children(recursive=True):  # compilers
                 with suppress(psutil.Error):
                     child.terminate()  # g++ then removes its temporary files
