@@ -222,21 +222,17 @@ class Sizer:
                 "free; use fewer layers, a smaller width, or another --plan_device."
             )
 
-    def _options(self, factor: float) -> list[Option]:
-        """Return the options for `factor` times the budget that have a step, fit into memory, and are not too large for
-        the text."""
+    def _best(self, factor: float) -> Option | None:
+        """Return the option of the lowest loss for `factor` times the budget, of those that have a step, fit into
+        memory, and are not too large for the text, or None."""
         largest = max(scaling.MOST_PARAMETERS * self.unique, size_of(self._model(self.depths[0])).products)
 
         def is_possible(depth: int) -> bool:
             model = self._model(depth)
             return self._bytes(model) <= self.memory and size_of(model).products <= largest
 
-        depths = takewhile(is_possible, self.depths)
-        return [option for depth in depths if (option := self._option(depth, factor)) is not None]
-
-    def _best(self, factor: float) -> Option | None:
-        """Return the option of the lowest loss for `factor` times the budget, or None."""
-        return min(self._options(factor), key=lambda option: option.deficit, default=None)
+        options = (self._option(depth, factor) for depth in takewhile(is_possible, self.depths))
+        return min(filter(None, options), key=lambda option: option.deficit, default=None)
 
     def _option(self, depth: int, factor: float) -> Option | None:
         model, amount = self._model(depth), self.config.budget.amount

@@ -100,6 +100,7 @@ def gather(folder: RunFolder) -> dict[str, Any]:
     """Gather the facts from the current files of the run."""
     entries, events, samples = read_metrics(folder.metrics), read_events(folder.events), read_samples(folder.samples)
     settings, starts = read_yaml(folder.config), starts_in_force(events)
+    source = settings.get("init_from")
     evaluations, reference = [entry for entry in entries if "eval_loss" in entry], find_reference(folder)
     texts_by_step = {step: texts for step, texts in samples.items() if texts}
     speed_entries = [entry for entry in entries if "tokens_per_second" in entry]
@@ -114,7 +115,7 @@ def gather(folder: RunFolder) -> dict[str, Any]:
             {"step": step, "texts": texts_by_step[step]} for step in evenly(sorted(texts_by_step), MAX_MOMENTS)
         ],
         "settings": {name: value for name, value in settings.items() if not _is_private(name, value)},
-        "pretrained": _pretrained(settings.get("init_from")),
+        "pretrained": source and (PurePath(source).name if Path(source).exists() else source),  # a Hub id
         "command": f"{launch_command()} --config config.yaml --data {shlex.quote(_as_typed(settings['data']))}",
         "environments": _environments(starts),
         "begins_at": starts[0]["step"] if starts else 0,
@@ -180,11 +181,6 @@ def _as_typed(data: str) -> str:
 def _is_private(name: str, value: Any) -> bool:
     """Return whether the setting names a path of this machine."""
     return name in ("data", "backup_dir") or (isinstance(value, str) and PurePath(value).is_absolute())
-
-
-def _pretrained(source: str | None) -> str | None:
-    """Return the name of the pretrained model: a Hub id, or the last part of a path."""
-    return source and (PurePath(source).name if Path(source).exists() else source)
 
 
 def _speed(entries: Entries, first_step: float) -> dict[str, Any]:
