@@ -211,10 +211,11 @@ BUDGET = {"n_layer": 2, "tokens_per_step": 256, "n_positions": 64, "torch_compil
 BUDGET |= {"mixed_precision": "no", "sample_tokens": 0, "max_train_tokens": 100_000}
 
 
-def test_a_run_with_a_budget_fixes_its_length_once(launch, store, tmp_path, capsys):
+@pytest.mark.parametrize(("launcher", "budget"), [((), "20s"), (TWO_PROCESSES, "40s")])
+def test_a_run_with_a_budget_fixes_its_length_once(launch, store, tmp_path, capsys, launcher, budget):
     run = tmp_path / "run"
-    arguments = flags(data=store.folder, output_dir=run, **BUDGET, budget="40s")
-    result = launch(*TWO_PROCESSES, "train_accelerate.py", *arguments)
+    arguments = flags(data=store.folder, output_dir=run, **BUDGET, budget=budget)
+    result = launch(*launcher, "train_accelerate.py", *arguments)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("This number is now final.") == 1
     [correction] = [event for event in lines(run / "events.jsonl") if event["event"] == "paced"]
@@ -228,7 +229,8 @@ def test_a_run_with_a_budget_fixes_its_length_once(launch, store, tmp_path, caps
     assert f"{run} is finished" in capsys.readouterr().out
     assert (run / "config.yaml").read_bytes() == content
     reset_accelerate()
-    assert_user_error("budget 40s -> 9h", train_accelerate.main, [part.replace("40s", "9h") for part in arguments])
+    longer = [part.replace(budget, "9h") for part in arguments]
+    assert_user_error(f"budget {budget} -> 9h", train_accelerate.main, longer)
 
 
 def pacer(time_estimate: int, time_to_end: float) -> Pacer:
