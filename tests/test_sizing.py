@@ -132,6 +132,9 @@ def test_a_small_text_limits_epochs_and_size(store, arguments):
     given. The loss is then not known."""
     option = choice(store, arguments, 100_000).option
     assert 4 < option.epochs <= scaling.MOST_EPOCHS
+    (least, last), (most, best) = option.worths
+    assert 400_000 < least < most < option.tokens
+    assert 0.4 < last < best < 0.8
     assert option.most_tokens == scaling.MOST_EPOCHS * 100_000
     assert option.parameters <= scaling.MOST_PARAMETERS * 100_000 or "depth" in arguments
     assert option.loss is None

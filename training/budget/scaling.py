@@ -74,14 +74,18 @@ def effective(amount: float, base: float, scale: float = REPEATS) -> float:
     return base * (1 + scale * (1 - math.exp(-(amount / base - 1) / scale)))
 
 
+def repeat_scales(unique: float) -> tuple[float, ...]:
+    """Return the known decays of the value of repeated tokens, for a text of `unique` tokens: the lowest first."""
+    return (SMALL_REPEATS, REPEATS) if unique <= SMALL_TEXT else (REPEATS,)
+
+
 def deficit(parameters: float, tokens: float, unique: float, ratio: float) -> float:
     """Return the part of the loss that falls with N and D, up to a factor: (ratio N')^-a + D'^-a.
 
     N' and D' are the effective N and D for the text. Without repetition, constant N D is best at D = ratio N.
     """
-    repeats, excess = (REPEATS, EXCESS) if unique > SMALL_TEXT else (SMALL_REPEATS, SMALL_EXCESS)
-    size = effective(parameters, unique / ratio, excess)
-    return (ratio * size) ** -EXPONENT + effective(tokens, unique, repeats) ** -EXPONENT
+    size = effective(parameters, unique / ratio, EXCESS if unique > SMALL_TEXT else SMALL_EXCESS)
+    return (ratio * size) ** -EXPONENT + effective(tokens, unique, repeat_scales(unique)[0]) ** -EXPONENT
 
 
 def best_batch(tokens: float) -> int:

@@ -75,6 +75,16 @@ class Option:
         return self.tokens / self.unique
 
     @property
+    def worths(self) -> list[tuple[float, float]]:
+        """For each known decay of the value of repeated tokens: what all tokens are worth in new ones, and the last epoch
+        relative to the first."""
+        pairs, amounts = [], (self.tokens, self.tokens - self.unique)
+        for scale in scaling.repeat_scales(self.unique):
+            worth, before_last = (scaling.effective(amount, self.unique, scale) for amount in amounts)
+            pairs.append((worth, (worth - before_last) / self.unique))
+        return pairs
+
+    @property
     def is_limited_by_text(self) -> bool:
         return self.most_tokens == scaling.MOST_EPOCHS * self.unique < self.tokens + self.settings["tokens_per_step"]
 
