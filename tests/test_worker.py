@@ -172,11 +172,17 @@ def test_full_disk_ends_in_one_sentence_and_the_same_command_resumes(start, expe
     assert contents(tmp_path / "store") == expected
 
 
-@pytest.mark.parametrize(("weights", "needed"), [([], 2), ([3.0, 0.5], 4.5), ([0.5, 0.5], 1)])
-def test_missing_disk_space_is_reported_before_the_work(tmp_path, monkeypatch, weights, needed):
+@pytest.mark.parametrize(
+    ("kind", "letter", "weights", "needed"),
+    [
+        *(("character", "x", [], 2), ("character", "x", [3.0, 0.5], 4.5), ("character", "x", [0.5, 0.5], 1)),
+        *(("character", "é", [], 2), ("bpe", "x", [], 2 / 8)),  # a token has up to 2 bytes, or 8
+    ],
+)
+def test_missing_disk_space_is_reported_before_the_work(tmp_path, monkeypatch, kind, letter, weights, needed):
     for name in ("a", "b"):
-        (tmp_path / f"{name}.txt").write_text("x" * 10**6)
-    vocabulary = VocabularyArguments(tokenizer_type="character")
+        (tmp_path / f"{name}.txt").write_text(letter * 10**6)
+    vocabulary = VocabularyArguments(300 if kind == "bpe" else None, kind)
     recipe = Recipe([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], vocabulary=vocabulary, weights=weights)
     for free, fits in ((needed * 2 * 10**6 - 9, False), (needed * 2 * 10**6 + 9, True)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(0, 0, free))
@@ -184,7 +190,7 @@ def test_missing_disk_space_is_reported_before_the_work(tmp_path, monkeypatch, w
         if fits:
             assert builder.plan.units
         else:
-            sentence = r"tokens will need about 0\.0 GB, and .* has 0\.0 GB free; make room"
+            sentence = r"tokens will need at least 0\.0 GB, and .* has 0\.0 GB free; make room"
             assert_user_error(sentence, lambda builder=builder: builder.plan)
             assert not list(tmp_path.rglob("parts"))
 
