@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import os
+import sysconfig
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -124,6 +125,14 @@ def test_tilde_is_expanded_and_stores_and_pipes_are_not_text(tmp_path, monkeypat
     write(tmp_path / "store-notes.txt", "notes")
     source = Corpus([str(tmp_path)], CorpusArguments(), left_out=tmp_path / "store")
     assert [Path(file.path).name for file in source.all_files] == ["a.txt", "store-notes.txt"]
+
+
+def test_standard_library_excludes_tests_and_tables():
+    root, files = Path(sysconfig.get_path("stdlib")), corpus("python-standard-library").all_files
+    paths = [Path(file.path).relative_to(root) for file in files]
+    assert {"argparse.py", "json/decoder.py", "email/message.py"} <= {path.as_posix() for path in paths}
+    assert {path.suffix for path in paths} == {".py"}
+    assert not any({"test", "tests", "encodings", "pydoc_data", "site-packages"} & set(path.parts) for path in paths)
 
 
 def test_packages_and_their_licenses_are_read(tmp_path, monkeypatch):
@@ -376,6 +385,12 @@ def test_up_to_one_percent_of_records_can_lack_text(tmp_path, broken):
     sentence = refusal(path)
     assert sentence.startswith(f"{path}: 2 records have no text and 99 have text; the first in {path}, line 51")
     assert sentence.endswith(("line 51; name the right column with --text_column.", "(broken); correct that."))
+
+
+def test_intermediate_check_uses_the_total_size(tmp_path):
+    check = corpus(write(tmp_path / "a.txt", GOOD)).audit.check
+    check(Counts(documents=1, bytes=300, bad_bytes=11, empty_records=1), is_all=False)
+    assert_user_error("12 of 1,100 bytes are invalid", check, Counts(1, bytes=300, bad_bytes=12), is_all=False)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,9 @@ def test_repeat_search_stays_within_its_memory():
     tracemalloc.stop()
     assert not marked.any()
     assert peak < 4 << 20
+    keys[1000:] = keys[0]  # far more equal keys than one pass has room for
+    marked = repeated_keys(lambda: blocks(keys, 999), len(keys), memory=1 << 20)
+    assert marked.tolist() == [False] * 1000 + [True] * 299_000
 
 
 def test_slightly_changed_documents_are_near_duplicates(hasher):

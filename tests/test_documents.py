@@ -156,6 +156,13 @@ def test_empty_parquet_files_nulls_and_invalid_utf8(tmp_path):
     assert counts.bad_bytes == 1
 
 
+@pytest.mark.parametrize("damage", [lambda b: b[:-10], lambda b: b[:4] + b[100:], lambda b: b"text"])
+def test_damaged_parquet_files_are_refused(tmp_path, damage):
+    path = write_records(tmp_path / "a.parquet", [{"text": f"{i} {GOOD}"} for i in range(9)])
+    write(path, damage(path.read_bytes()))
+    assert re.search(r"a\.parquet cannot be read: .*; fix it or exclude it\.$", refusal(path))
+
+
 def test_byte_order_mark_is_removed_only_at_the_start(tmp_path):
     mark = codecs.BOM_UTF8
     paths = [
@@ -282,6 +289,20 @@ def test_line_without_a_place_to_cut_is_one_piece_up_to_a_limit(tmp_path, monkey
     assert joined(found) == text
     assert (counts.documents, counts.cut_words) == (1, 1)
     assert max(len(piece.text) for piece in found) <= 1_200_000 + PIECE_BYTES
+
+
+@pytest.mark.parametrize("part", ["\r\n", "\n\r"])
+@pytest.mark.parametrize("unit_bytes", [60, 61])
+def test_line_breaks_are_never_split(tmp_path, monkeypatch, part, unit_bytes):
+    monkeypatch.setattr(documents_module, "PIECE_BYTES", 50)
+    monkeypatch.setattr(documents_module, "LONGEST_RUN", 50)
+    monkeypatch.setattr(byte_range, "WINDOW_BYTES", 50)
+    monkeypatch.setattr(corpus_module, "UNIT_BYTES", unit_bytes)
+    text = "a" + part * 1000 + "b"
+    texts = [piece.text for piece in pieces(write(tmp_path / "a.txt", text))[0] if piece.text]
+    assert "".join(texts) == text
+    assert len(texts) > 30
+    assert not any(a.endswith("\r") and b.startswith("\n") for a, b in itertools.pairwise(texts))
 
 
 CHARACTERS = [*"aaab1  \n\n\r\t,.é雪🙂\u0301\u3000\ufeff\x85\0", "\r\n", "\r\n\r\n", "\n\n", "word word"]

@@ -250,6 +250,22 @@ def test_character_ids_match_tokenizers(fuzz):
     assert text_lengths(few) is None  # no text can be lost
 
 
+def test_single_letter_vocabulary_is_not_always_a_character_tokenizer():
+    each = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    unknown = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))  # has an id for unknown characters
+    unknown.pre_tokenizer = each
+    assert not encode.is_character(unknown)
+    assert encoder(unknown, np.dtype("<u2"))([b"abc"], [NOTHING])[0].tolist() == [0, 1, 2]
+    rust = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="<unk>"))
+    assert not encode.is_character(rust)
+    rust.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert not encode.is_character(rust)
+    rust.pre_tokenizer = each
+    assert encode.is_character(rust)
+    rust.normalizer = normalizers.Lowercase()
+    assert not encode.is_character(rust)
+
+
 def test_byte_level_bpe_keeps_all_bytes(rust, fuzz):
     pieces = token_bytes(rust)
     assert len(pieces) == 900

@@ -37,7 +37,7 @@ def expected(tmp_path_factory) -> list[bytes]:
     return tokens(folder / "store")
 
 
-@pytest.mark.parametrize("num_proc", [1, 2])
+@pytest.mark.parametrize("num_proc", [1, 3])
 @pytest.mark.parametrize("kind", ["Dataset", "IterableDataset"])
 def test_dataset_gives_the_same_store_as_the_command(expected, tmp_path, monkeypatch, kind, num_proc):
     monkeypatch.setattr(units, "UNIT_BYTES", 10_000)

@@ -51,7 +51,15 @@ def kept_for_backward(config: GPT2ScratchConfig, attention: str, is_half: bool, 
     ids=["gpt2", "gpt2 compiled", "modern", "modern compiled", "rope"],
 )
 def test_estimated_activations_match_the_bytes_kept_for_the_backward_pass(fields, attention, is_half, compiles):
-    config = GPT2ScratchConfig(vocab_size=64, n_positions=64, n_embd=64, n_layer=2, n_head=2, **fields)
+    assert_estimated(fields, attention, is_half, compiles)
+
+
+def test_estimated_activations_of_a_compiled_model_with_rotary_positions_match():
+    assert_estimated({"rope_parameters": MODERN["rope_parameters"]}, "sdpa", False, compiles=True, n_layer=1)
+
+
+def assert_estimated(fields: dict, attention: str, is_half: bool, compiles: bool, n_layer: int = 2) -> None:
+    config = GPT2ScratchConfig(vocab_size=64, n_positions=64, n_embd=64, n_layer=n_layer, n_head=2, **fields)
     counts = [kept_for_backward(config, attention, is_half, compiles, rows) for rows in (4, 12)]
     memory = Memory(config, Setup("bf16" if is_half else "no", compiles, attention, ()), on_gpu=False)
     estimates = [memory.parts(rows)["activations"] for rows in (4, 12)]

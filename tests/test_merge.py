@@ -236,12 +236,16 @@ def test_no_copy_passes_the_cut_if_no_document_is_held_out(tmp_path, weights, fr
     assert more == [text for text in train if text in more]
 
 
-def test_tail_can_include_whole_inputs(tmp_path):
+def test_tail_can_include_whole_inputs_and_small_documents_stay_whole(tmp_path):
     settings = {"fraction": 0.6, "seed": seed_apart(FIRST + SECOND, 0.6)}
     store = store_of(tmp_path, FIRST, SECOND, weights=(1, 3), **settings)
     assert "".join(trained_on(store) + held_out(store)) == "".join(FIRST + SECOND)
     assert 0.55 < store.metadata.val.bytes / len("".join(FIRST + SECOND).encode()) < 0.65
     assert set(held_out(store)) >= set(SECOND)
+    texts = [prose(i, 400) for i in range(30)]  # of 1.4 kB: smaller than a tenth of the text, or than `LONG_BYTES`
+    for merge.LONG_BYTES, fraction in ((100, 0.1), (2000, 0.02)):
+        store = store_of(tmp_path, texts, fraction=fraction, seed=2)
+        assert sorted(trained_on(store) + held_out(store)) == sorted(texts)
 
 
 @pytest.mark.parametrize("to_validation", [False, True])

@@ -103,6 +103,17 @@ def test_same_command_reuses_the_store_and_other_settings_are_refused(tmp_path, 
         assert TokenStore(tmp_path / "store").metadata == before
 
 
+def test_changed_text_kind_requires_another_output(tmp_path, text):
+    command = ("--output", tmp_path / "store", *SMALL, "--input")
+    text.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(300)))
+    pretokenize(*command, text)
+    records = text.rename(tmp_path / "a.jsonl")
+    assert f"{text} is missing; {records} is new)" in refused(*command, records)
+    text.write_text(records.read_text().replace("299", "298"))
+    sentence = f"was built from other text or settings ({text} was changed); choose another --output"
+    assert sentence in refused(*command, text)
+
+
 def test_changed_tokenizer_requires_another_output(tmp_path, text):
     theirs = tmp_path / "theirs"
     command = ("--input", text, "--output", tmp_path / "store", "--tokenizer", theirs)

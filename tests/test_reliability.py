@@ -47,6 +47,7 @@ from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.saver import refuse_full_disk
 from training.guard.lock import RunLock
 from training.runtime.device import DeviceArguments, decide
+from training.runtime.launcher import launch_command
 from training.step.tensors import read_tensors
 
 DROPOUT = {"resid_pdrop": 0.1, "attn_pdrop": 0.1}
@@ -207,6 +208,14 @@ def test_resume_command_names_the_launch_file(launch):
     result = launch(*TWO_PROCESSES, "--no_python", sys.executable, "-c", code, fresh=True)
     options = "--config_file launch/two_cpu_processes.yaml --num_processes 2"
     assert result.stdout == f"accelerate launch --quiet {options} train_accelerate.py\n", result.stderr
+
+
+@pytest.mark.parametrize("option", ["--multi_gpu", "--config_file=own.yaml"])
+def test_resume_command_without_a_file_of_launch_names_the_number_of_processes(monkeypatch, option):
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda _: [sys.executable, *ACCELERATE, option, *sys.argv])
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert launch_command() == "accelerate launch --quiet --num_processes 2 train_accelerate.py"
 
 
 def test_sigterm_and_ctrl_c_save_print_the_resume_command_and_the_run_resumes_exactly(train, start, tmp_path):

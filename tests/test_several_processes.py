@@ -61,8 +61,8 @@ def runs(launch, store, tmp_path_factory) -> Path:
         run(store, folder / "fsdp_offloaded", FSDP | {"FSDP_OFFLOAD_PARAMS": "true"}),
         run(store, folder / "alone_to_fsdp", FSDP, resume_from=folder / "alone"),
         run(store, folder / "fsdp_to_ddp", DDP, resume_from=folder / "fsdp"),
-        run(store, folder / "ddp_defaults", DDP, **DEFAULTS),
-        run(store, folder / "ddp_defaults_resumed", DDP, resume_from=folder / "ddp_defaults", **DEFAULTS),
+        run(store, folder / "ddp_defaults", DDP, **MUON | DEFAULTS),
+        run(store, folder / "ddp_defaults_resumed", DDP, resume_from=folder / "ddp_defaults", **MUON | DEFAULTS),
         run(store, folder / "fsdp_defaults", FSDP, **DEFAULTS),
     ]
     (folder / "pair.json").write_text(json.dumps(pair))
@@ -114,10 +114,10 @@ def test_three_processes_resume_from_two_with_the_fsdp2_yaml(launch, store, runs
     assert_same(runs / "three", runs / "alone")
 
 
-@pytest.mark.parametrize("name", ["ddp_defaults", "fsdp_defaults"])
-def test_two_processes_train_at_default_settings(runs, name):
+@pytest.mark.parametrize(("name", "alone"), [("ddp_defaults", "alone_muon"), ("fsdp_defaults", "alone")])
+def test_two_processes_train_at_default_settings(runs, name, alone):
     """Compiled, with the device's precision, which may be bf16."""
-    actual, expectation = numbers(runs / name), numbers(runs / "alone")
+    actual, expectation = numbers(runs / name), numbers(runs / alone)
     assert actual.keys() == expectation.keys()
     for step in range(1, 7):
         assert actual[step, "loss"] == pytest.approx(expectation[step, "loss"], abs=2e-2)

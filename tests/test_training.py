@@ -20,6 +20,7 @@ from training.checkpoints.status import now
 from training.data.run_data import name_of
 from training.evaluate import store_and_masking
 from training.evaluation.scoring import eval_windows
+from training.guard import health
 
 
 def test_a_run_writes_the_documented_files(train, tmp_path, capsys):
@@ -261,6 +262,18 @@ def test_a_diverged_loss_ends_the_run_and_keeps_its_checkpoints(train, a_copy, t
     assert_user_error("diverged", train, tmp_path / "other", max_grad_norm=0, eval_strategy="no")
     monkeypatch.undo()
     train(tmp_path / "other", max_steps=1)  # possible because nothing was saved
+
+
+def test_a_spike_at_the_default_threshold_is_reported_without_a_rollback(train, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(health, "ENOUGH", 8)  # losses, instead of 64
+    monkeypatch.setattr(train_accelerate, "schedule", lambda step, *_: 3000.0 if step == 9 else 0.01)
+    run = train(tmp_path / "run", max_steps=12, save_steps=4, eval_strategy="no")
+    assert re.search(r"WARNING: .* standard deviations above its mean", capsys.readouterr().out)
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    [spike] = [event for event in events if event["event"] == "spike"]
+    assert (spike["step"], spike["z_score"] > 6) == (11, True)
+    assert "resumed" not in [event["event"] for event in events]
+    assert [entry["step"] for entry in metrics(run) if "loss" in entry] == [*range(1, 13)]
 
 
 def test_a_resumed_run_continues_in_tensorboard_without_duplicate_steps(train, tmp_path):

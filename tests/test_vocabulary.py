@@ -114,6 +114,15 @@ def test_too_many_pieces_are_sampled(monkeypatch):
     assert counts.total() == 2 * (1 << 18) // 1024
 
 
+def test_words_are_trained_in_proportion_to_their_frequency(monkeypatch):
+    text = "abab " * 400 + "cdcd " * 80 + "efef " * 8 + "ghgh"
+    monkeypatch.setattr(vocabulary, "TRAINED_WORDS", 10)
+    tokens = encode.token_bytes(train_bpe([text], 1000).backend_tokenizer)
+    # One of 48 occurrences is kept. All words of a text except the first begin with a space.
+    assert {b" abab", b" cdcd"} <= set(tokens)
+    assert not {b"abab", b"cdcd", b" efef"} & set(tokens)
+
+
 def test_vocabulary_has_the_requested_size_or_fewer_tokens():
     sizes = {(300, PROSE): 300, (258, ""): 258, (32_000, "many words, many words"): 267}
     sizes[300, "ab ab"] = 260  # 258, "ab" and " ab"

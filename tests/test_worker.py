@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ import conftest
 from conftest import REPOSITORY, assert_user_error, error_of, is_running, prose, wait_until
 from tokenizer.build.recipe import Recipe
 from tokenizer.build.store_builder import StoreBuilder, pretokenize
-from tokenizer.build.worker import Part, Workers
+from tokenizer.build.worker import Part, UnitProcessor, Workers
 from tokenizer.cleaning.dedup import DedupArguments
 from tokenizer.corpus import units as corpus
 from tokenizer.corpus.units import CorpusArguments
@@ -294,6 +295,19 @@ def test_concurrent_shards_and_a_merge_build_the_same_store_even_after_a_kill(st
     assert [out.splitlines()[-1].startswith(f"Shard {i}/3 is done: ") for i, (out, _) in enumerate(said)] == [True] * 3
     assert not (tmp_path / "store").exists()
     finish(start(tmp_path, "--merge"))
+    assert contents(tmp_path / "store") == expected
+
+
+def test_merge_requires_all_shards_and_the_plain_command_completes_units_in_any_order(planned, expected, tmp_path):
+    command = partial(pretokenize, planned.recipe, planned.folder, planned.say, 1)
+    assert command(shard=(1, 3)) is None
+    sentence = r"units of \S+ are not done; run the missing shards, or run the command without --merge"
+    assert_user_error(sentence, command, is_merge=True)
+    assert not (tmp_path / "store").exists()
+    processor = UnitProcessor(planned.work)
+    for number in reversed(range(2, len(processor.units), 3)):
+        processor.process(number)
+    command()
     assert contents(tmp_path / "store") == expected
 
 
