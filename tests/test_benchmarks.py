@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import threading
+from contextlib import suppress
 
 import pytest
 
@@ -84,12 +85,14 @@ exit $code
         os.mkfifo(pipe)
 
     def serve() -> None:
-        while True:
-            done = launch(*question.read_text().splitlines())
+        while command := question.read_text().splitlines():
+            done = launch(*command)
             answer.write_text(f"{done.returncode}\n{done.stdout}{done.stderr}")
 
     threading.Thread(target=serve, daemon=True).start()
-    return program
+    yield program
+    with suppress(OSError):  # nobody reads, because the script ended early
+        os.close(os.open(question, os.O_WRONLY | os.O_NONBLOCK))
 
 
 def test_the_script_for_the_first_hour_on_a_gpu_runs_on_a_cpu_with_tiny_models(tmp_path, python):

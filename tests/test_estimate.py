@@ -20,6 +20,7 @@ from tokenizer.build.store_builder import pretokenize
 from tokenizer.corpus.units import CorpusArguments
 from tokenizer.encoding.vocabulary import VocabularyArguments
 from training.budget import forecast
+from training.config import read_config
 
 
 @pytest.fixture(autouse=True)
@@ -97,12 +98,14 @@ def test_folder_of_only_damaged_files_is_refused(tmp_path):
 
 
 def test_killed_plan_leaves_no_sample(monkeypatch, tmp_path):
-    def show_and_end(config, folder: Path) -> None:
+    def end(recipe, folder: Path, say) -> None:
         (tmp_path / "name").write_text(str(folder))
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(forecast, "_show_plan", show_and_end)
-    process = multiprocessing.get_context("fork").Process(target=forecast.show_plan, args=(None,))
+    monkeypatch.setattr("tokenizer.build.estimate.estimate", end)
+    (tmp_path / "text.txt").write_text("A text without a store.\n")
+    config = read_config(["--data", str(tmp_path / "text.txt"), "--plan"])
+    process = multiprocessing.get_context("fork").Process(target=forecast.show_plan, args=(config,))
     process.start()
     process.join()
     assert process.exitcode == 128 + signal.SIGTERM
