@@ -49,7 +49,7 @@ class SampledCorpus(Corpus):
 
     def _ranges(self, file: TextFile) -> list[tuple[int, ByteRange]]:
         """Return the parts of a file to sample, about `owed` bytes.
-        Plain text and jsonl: chunks, including the first and last. Parquet and arrow: heads of groups. Others: the head."""
+        Plain text and jsonl: chunks, including the first and last. Parquet: rows of row groups. Others: the head."""
         self.owed += file.size * SAMPLE_BYTES / self.text_size
         parts = [part for _, part in super()._ranges(file)] if self.owed > 0 else []
         if not parts:
@@ -59,12 +59,11 @@ class SampledCorpus(Corpus):
         n_bytes = max(self.owed, 2 * CHUNK_BYTES if is_plain else HEAD_BYTES)
         if n_bytes >= file.size or part.kind == "json":  # a json list cannot be divided
             n_bytes = file.size
-        elif part.kind in ("parquet", "arrow"):
+        elif part.kind == "parquet":
+            n_bytes, parts = _rows(part, n_bytes, file.size)
+        elif part.kind == "arrow":
             count = math.ceil(len(parts) * n_bytes / file.size)
-            if part.kind == "arrow":  # record batches are read whole
-                n_bytes = file.size * count / len(parts)
-            chosen = (parts[len(parts) * i // count] for i in range(count))
-            parts = [replace(part, limit=int(n_bytes / count)) for part in chosen]
+            n_bytes, parts = file.size * count / len(parts), [parts[len(parts) * i // count] for i in range(count)]
         elif is_plain:
             count = math.ceil(n_bytes / CHUNK_BYTES)
             n_bytes, last_start = count * CHUNK_BYTES, file.size - CHUNK_BYTES
@@ -74,6 +73,20 @@ class SampledCorpus(Corpus):
             parts = [replace(part, limit=int(n_bytes))]
         self.owed, self.sample_size = self.owed - n_bytes, self.sample_size + n_bytes
         return [(0, part) for part in parts]
+
+
+def _rows(part: ByteRange, n_bytes: float, size: int) -> tuple[float, list[ByteRange]]:
+    """Return the size of a sample of about `n_bytes` of a parquet file of `size` bytes, and its parts of row groups."""
+    from pyarrow import parquet
+
+    metadata = parquet.read_metadata(part.path)
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    target = len(groups) * n_bytes / size
+    count = math.ceil(target)
+    chosen, share = [len(groups) * i // count for i in range(count)], target / count
+    chosen_bytes = sum(groups[i].total_byte_size for i in chosen) / sum(group.total_byte_size for group in groups)
+    parts = [replace(part, start=i, stop=i + 1, limit=math.ceil(share * groups[i].num_rows)) for i in chosen]
+    return size * share * chosen_bytes, parts
 
 
 def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estimate | None:

@@ -31,6 +31,7 @@ from tokenizer.store.store import SPLITS, index_file, tokens_file
 BLOCK_TOKENS = 1 << 21
 LONG_BYTES = 1 << 20  # a document above this and above the validation share of the text is divided between the splits
 CUT_REACH = 4 << 20  # bytes around the target position that are searched for the beginning of a line
+BYTES_BETWEEN_RECORDS = 64 << 20
 DEDUP_BYTES = 128 << 20
 DROPPED, TRAIN, VAL, HEAD = range(4)  # destinations of a row; HEAD goes to train, the rest of its document to val
 TARGETS = {"train": (TRAIN, HEAD), "val": (VAL,)}
@@ -240,15 +241,23 @@ class Merger:
         passes = range(math.ceil(max(self.copies)))
         # Copies of a document are written one epoch of their source apart.
         order = [(unit, nth) for nth in passes for unit, copies in enumerate(self.copies) if nth < math.ceil(copies)]
-        for position, (unit, nth) in enumerate(order):
-            if position >= self.progress.done:
-                for split in SPLITS:
-                    self._append(unit, split, nth)
-                self.progress.done = position + 1
+        last_use = {unit: position for position, (unit, _) in enumerate(order)}
+        # Deletes these again, in case the deletion was interrupted.
+        obsolete = [unit for unit, position in last_use.items() if position < self.progress.done]
+        record_bytes = sum(size for _, size in self._files())
+        for position in range(self.progress.done, len(order)):
+            unit, nth = order[position]
+            for split in SPLITS:
+                self._append(unit, split, nth)
+            self.progress.done = position + 1
+            if last_use[unit] == position:
+                obsolete.append(unit)
+            n_bytes = sum(size for _, size in self._files())
+            if n_bytes > record_bytes + BYTES_BETWEEN_RECORDS or self.progress.done == len(order):
                 self._write_record()
-            if nth + 1 >= self.copies[unit]:  # also again, in case the deletion was interrupted
-                for split in SPLITS:
-                    part_file(self.work, unit, split).unlink(missing_ok=True)
+                for part, split in itertools.product(obsolete, SPLITS):
+                    part_file(self.work, part, split).unlink(missing_ok=True)
+                obsolete, record_bytes = [], n_bytes
 
     def _append(self, unit: int, split: str, nth: int) -> None:
         """Append a part's file for `split` to the files of the store, in blocks."""

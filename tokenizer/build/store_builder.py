@@ -5,6 +5,7 @@ import json
 import math
 import operator
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
@@ -44,9 +45,7 @@ UNFINISHED = (
     *(f"store/{name}" for name in STORE_FILES),
 )
 SAMPLED_UNITS = 4096  # maximum number of units to train a tokenizer on
-# Bytes of text per token of a BPE, at most: a disk is refused only if it is too small even for so few tokens. Measured:
-# 4.0 to 4.4 for 9 to 12 MB of the named Python code with 32,000 to 73,000 tokens, and at most 5.2 for one file.
-TOKEN_BYTES = 8
+ESTIMATED_FROM = 1 << 16  # characters that are tokenized to estimate the size of the store
 
 
 def pretokenize(
@@ -235,7 +234,7 @@ class StoreBuilder:
         self._say_vocabulary(len(tokenizer))
         vocabulary.save(tokenizer, self.store / "tokenizer")
         settings = replace(settings, dtype=dtype_of(len(tokenizer)), eos=tokenizer.eos_token_id)
-        self._require_room(np.dtype(settings.dtype).itemsize)
+        self._require_room(sample, np.dtype(settings.dtype).itemsize)
         return StorePlan(recipe.settings(), self.inputs, settings, units, corpus.finder.skipped)
 
     def _chat_template(self) -> tuple[str | None, list[str], dict[str, str]]:
@@ -272,17 +271,23 @@ class StoreBuilder:
             words += f" ({request:,} were requested, but the text has no more pairs to merge)"
         self.say(f"Tokenizer: {words}.")
 
-    def _require_room(self, itemsize: int) -> None:
-        """Raise a `UserError` if the store surely does not fit on its disk."""
+    def _require_room(self, sample: "Sample", itemsize: int) -> None:
+        """Raise a `UserError` if the store does not fit on its disk."""
         # The ids of a part stay on the disk until its last copy is written.
         copies = [weight if weight <= 1 else weight + 1 for weight in self.corpus.weights]
         size = sum(map(operator.mul, copies, self.corpus.text_sizes))
         size *= min(1.0, self.recipe.corpus.limit.bytes / max(1, self.corpus.text_size))
-        characters = self.rust.get_vocab() if encode.is_character(self.rust) else ()
-        token_bytes = max((len(character.encode()) for character in characters), default=TOKEN_BYTES)
+        if shutil.disk_usage(self.folder.parent).free > itemsize * size:  # a token has a byte of text or more
+            return
+        texts, head = sample.texts(), ""
+        while len(head) < ESTIMATED_FROM and (text := next(texts, "")):
+            head += text[:ESTIMATED_FROM]
+        # `encode.encoder` would take longer to start.
+        kind = encode.CharacterEncoder if encode.is_character(self.rust) else encode.RustEncoder
+        ids, _ = kind(self.rust, np.dtype("<u4"))([head.encode()], [encode.NOTHING])
+        per_byte = itemsize * len(ids) / max(1, len(head.encode()))
         remedy = "make room or name an --output on another disk"
-        need = "The tokens will need at least"
-        require_room(self.folder.parent.absolute(), itemsize * size / token_bytes, need, remedy)
+        require_room(self.folder.parent.absolute(), per_byte * size, "The tokens will need about", remedy)
 
     # ---- the work ---------------------------------------------------------------------------------------------------
 

@@ -137,19 +137,37 @@ def repeated(kind: str, columns: Callable[[int], Iterator[np.ndarray]], document
 
 def repeated_keys(read_blocks: Callable[[], Iterator[np.ndarray]], documents: int, memory: int) -> np.ndarray:
     """Return a mask of documents with the key of an earlier one, (documents,) bool. Keys are uniform 64-bit hashes.
-    `memory`: approximate working memory in bytes, in addition to the result. If it is too little for all keys, each of
-    several passes takes the keys with one remainder."""
+    `memory`: working memory in bytes, in addition to the result and two blocks; up to twice as much is used if most
+    keys are equal. Keys that do not fit are processed in several passes over ranges."""
     import pandas  # installed with datasets; training from a store needs neither
 
-    passes = documents * KEY_BYTES // memory + 1
+    capacity = max(4, memory // KEY_BYTES)
+    passes = documents // (capacity - capacity // 4) + 1  # a quarter of the memory is a reserve for repeats and chance
     mask = np.zeros(documents, bool)
-    for remainder in range(passes):
-        keys, owners, start = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)], 0
-        for block in read_blocks():
-            places = (block % passes == remainder).nonzero()[0]
-            keys.append(block[places])
-            owners.append(places + start)
-            start += len(block)
-        repeats = pandas.Series(np.concatenate(keys), copy=False).duplicated().to_numpy()
-        mask[np.concatenate(owners)[repeats]] = True
+    for number in range(passes):
+        low, end = ((n << 64) // passes for n in (number, number + 1))
+        distinct = np.zeros(0, np.uint64)
+        for keys, owners in _batches(read_blocks(), low, end - 1 - low, capacity):
+            count, table = len(distinct), np.concatenate([distinct, *keys])
+            keys.clear()  # free memory for the table
+            repeats = pandas.Series(table, copy=False).duplicated().to_numpy()
+            mask[np.concatenate(owners)[repeats[count:]]] = True
+            distinct = table[~repeats]
     return mask
+
+
+def _batches(
+    blocks: Iterator[np.ndarray], low: int, span: int, size: int
+) -> Iterator[tuple[list[np.ndarray], list[np.ndarray]]]:
+    """Yield the keys from `low` to `low + span` and their document numbers, slightly more than `size` at a time."""
+    keys, owners, count, start = [], [], 0, 0
+    for block in blocks:
+        places = (block - low <= span).nonzero()[0]
+        keys.append(block[places])
+        owners.append(places + start)
+        count, start = count + len(places), start + len(block)
+        if count > size:
+            yield keys, owners
+            keys, owners, count = [], [], 0
+    if keys:
+        yield keys, owners

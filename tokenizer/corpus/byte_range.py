@@ -25,7 +25,7 @@ class ByteRange:
     """File, part of a file, or shard of a Hub dataset.
     `start` and `stop` count bytes, row groups of a parquet file, or record batches of an arrow file. For a shard,
     `start` is its number. A compressed or csv file is read whole. `limit`, for samples, reads only the lines in about
-    the first `limit` bytes of such a file, or the rows that are about as many bytes of a parquet file."""
+    the first `limit` bytes of such a file, or `limit` rows of a parquet file."""
 
     path: str
     kind: Literal["text", "jsonl", "json", "csv", "parquet", "arrow", "hub"]

@@ -9,8 +9,6 @@ import csv
 import io
 import itertools
 import json
-import math
-import os
 import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO, TextIO
@@ -30,7 +28,7 @@ def records(part: ByteRange) -> Records:
     with files.readable(part.path):
         if part.kind in ("jsonl", "json", "csv") and part.start == 0:
             files.check_text(files.head(part.path), part.path, part.may_skip)
-        yield from READERS[part.kind](part)
+        yield from itertools.islice(READERS[part.kind](part), part.limit if part.kind == "parquet" else None)
 
 
 def _lines(file: BinaryIO | TextIO, part: ByteRange, start: int = 0) -> Iterator[bytes | str]:
@@ -103,8 +101,6 @@ def _parquet(part: ByteRange) -> Records:
             if max(part.start, part.stop or 0) > file.num_row_groups:
                 raise ValueError(SHORTER)
             row = sum(file.metadata.row_group(i).num_rows for i in range(part.start))
-            rows, size = file.metadata.num_rows, os.path.getsize(part.path)
-            end = math.inf if part.limit is None else row + rows * part.limit / size
             for i in range(part.start, file.num_row_groups if part.stop is None else part.stop):
                 group = file.metadata.row_group(i)
                 batch_rows = max(1, min(1024, BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)))
@@ -112,8 +108,6 @@ def _parquet(part: ByteRange) -> Records:
                     for record in _rows(batch):
                         row += 1
                         yield record, {"record": row}
-                        if row >= end:
-                            return
     except ArrowException as error:  # only some Arrow errors are ValueErrors
         raise ValueError(error) from error
 
