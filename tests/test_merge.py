@@ -330,7 +330,8 @@ def test_merge_killed_at_any_step_resumes_to_the_same_bytes(tmp_path, monkeypatc
     assert sum(map(len, expected.values())) > 1000
     assert not [*(tmp_path / "whole").glob("parts/*.train"), *(tmp_path / "whole").glob("parts/*.val")]
     monkeypatch.setattr(merge, "BLOCK_TOKENS", 300)
-    for killed_at in itertools.count(1 + len(name) % 5, 5):
+    monkeypatch.setattr(merge, "BYTES_BETWEEN_RECORDS", 3000)
+    for killed_at in itertools.count(1 + len(name) % 3, 3):
         work = tmp_path / f"killed at {killed_at}"
         shutil.copytree(builder.work, work)
         if not is_killed_at(killed_at, builder, work):
