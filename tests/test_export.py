@@ -1,5 +1,6 @@
 """Export: a Hub dataset, which `datasets` reads, and a packed store, which `tar` unpacks."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -52,9 +53,14 @@ def test_each_row_is_a_document(made):
 def test_long_documents_span_rows_and_large_splits_span_files(made, monkeypatch):
     monkeypatch.setattr(export, "ROW_TOKENS", 100)
     monkeypatch.setattr(export, "GROUP_TOKENS", 1000)
+    n_tokens = made.metadata.train.tokens
+    monkeypatch.setattr(export, "SHARD_BYTES", 2 * (n_tokens - 1))  # the last row begins in the first file
+    folder = export.to_parquet(made)
+    assert len(list(folder.glob("data/train-*"))) == 1
+    shutil.rmtree(folder)
     monkeypatch.setattr(export, "SHARD_BYTES", 10_000)
     folder = export.to_parquet(made)
-    assert len(list(folder.glob("data/train-*-of-*.parquet"))) == -(-made.metadata.train.tokens // 5000)
+    assert len(list(folder.glob("data/train-*-of-*.parquet"))) == -(-n_tokens // 5000)
     joined: dict[int, list[int]] = {}
     for document, ids in rows(folder, "train"):
         assert 0 < len(ids) <= 100

@@ -107,9 +107,9 @@ def _write_shards(store: TokenStore, split: str, folder: Path) -> int:
     document = np.repeat(np.arange(len(counts)), counts)  # (rows,)
     nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
     bounds = np.append(offsets[document] + nth * ROW_TOKENS, len(tokens))  # (rows + 1,) in tokens
-    shards = -(-tokens.nbytes // SHARD_BYTES)
     # A row is in the shard, and in the row group, in which its first token is.
     shard_of_row = bounds[:-1] * tokens.itemsize // SHARD_BYTES
+    shards = int(shard_of_row.max(initial=-1)) + 1
     for number in range(shards):
         path = folder / f"{HUB_SPLITS[split]}-{number:05d}-of-{shards:05d}.parquet"
         # No dictionary: it packs ids into odd numbers of bits, which zstd compresses to 71% instead of 59%.
