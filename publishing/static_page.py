@@ -4,16 +4,19 @@ import json
 import os
 import shutil
 import tarfile
+from base64 import b64encode
 from contextlib import suppress
+from hashlib import sha512
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
-import torch
 from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_url, snapshot_download
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from common.atomic import file_sha256
+from common.atomic import file_sha256, unfinished_path
 from common.errors import UserError
 from common.removal import renew
 from modeling_gpt2scratch.loading import CONFIG, GENERATION, TOKENIZER, load_tokenizer, read_json, read_model_config
@@ -28,8 +31,8 @@ from publishing.verify import expect
 from training.checkpoints.loading import model_errors
 
 PAGE = {"index.html": ".html", "page.js": ".js", "page.css": ".css"}
-VERSION = "1.30.0"  # of onnxruntime-web, with the SHA-256 of its package
-SHA256 = "d2228df7e4616bc3348bf504ee888f3bec43789a273f0a63f3e68d203ce3bf71"
+VERSION = "1.30.0"  # of onnxruntime-web, with the SHA-512 that npm lists
+INTEGRITY = "q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3jL02Vb7QmRMDs1SigqR4CXAfKYQ=="
 REGISTRY = "https://registry.npmjs.org"  # npm's default; npm_config_registry names another, as for npm
 CDN = "https://cdn.jsdelivr.net"
 HUB_STORAGE = "https://*.hf.co"  # to which the Hub redirects requests for large files
@@ -84,6 +87,8 @@ def _on_hub(entry: DemoModel, kind: str) -> tuple[dict[str, Any], None]:
             problem = f"{entry.source} has no {ONNX[kind]} on the Hub that everyone can read"
             raise UserError(f"{problem}; push it with --format onnx, without --private.")
         file = get_hf_file_metadata(hf_hub_url(name, ONNX[kind], revision=revision or None), token=False)
+        if len(file.etag) != 64:  # the etag is a SHA-256 only in large-file storage
+            raise UserError(f"{entry.source} has {ONNX[kind]} as a plain file; push it again with --format onnx.")
         names = (CONFIG, GENERATION, *TOKENIZER)
         folder = Path(snapshot_download(name, revision=file.commit_hash, allow_patterns=names, token=False))
     facts = _facts(entry, folder, [f"{file.size / 1e6:,.0f} MB", f"commit {file.commit_hash[:7]}"])
@@ -95,9 +100,11 @@ def _facts(entry: DemoModel, folder: Path, facts: list[str]) -> dict[str, Any]:
     """Return what page.js must know about a model, except its files, from its folder."""
     with model_errors(f"{entry.name} cannot run in a browser: {{}}."):
         tokenizer, config = load_tokenizer(folder), AutoConfig.for_model(**read_model_config(folder))
-        ends = (read_json(folder, GENERATION) if (folder / GENERATION).is_file() else config.to_dict()).get(
-            "eos_token_id"
-        )
+        generation = read_json(folder, GENERATION) if (folder / GENERATION).is_file() else {}
+    ends = generation.get("eos_token_id")
+    ends = config.eos_token_id if ends is None else ends
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(f"{entry.name} has {config.vocab_size:,} embeddings, but {len(tokenizer):,} tokens.")
     if parts := unusual_parts(tokenizer):
         raise UserError(
             f"{entry.name} cannot run in a browser: its tokenizer has {', '.join(parts)}, but the page supports "
@@ -107,7 +114,7 @@ def _facts(entry: DemoModel, folder: Path, facts: list[str]) -> dict[str, Any]:
     return {
         "name": entry.name,
         "facts": facts,
-        "context": min(config.max_position_embeddings, tokenizer.model_max_length),
+        "context": config.max_position_embeddings,
         "bos": tokenizer.bos_token_id,
         "ends": [*(ends if isinstance(ends, list) else [ends]), turn_end(tokenizer) if chat else None],
         "chat": chat,
@@ -154,15 +161,21 @@ def write_runtime(folder: Path) -> None:
     """Write onnxruntime-web with its license to a new folder. The package from npm is kept in the user's cache.
     Raise a `UserError` if it cannot be downloaded, or is another one."""
     registry = os.environ.get("npm_config_registry") or REGISTRY  # noqa: SIM112 (npm's own name)
-    source = f"{registry.rstrip('/')}/onnxruntime-web/-/{PACKAGE.name}"
-    if not PACKAGE.is_file():
-        try:
-            PACKAGE.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(source, str(PACKAGE), SHA256)
-        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: another package
-            raise UserError(f"{source} cannot be loaded ({error}); try again, or add --cdn to use a CDN.") from error
+    is_kept = PACKAGE.is_file()
+    source = str(PACKAGE) if is_kept else f"{registry.rstrip('/')}/onnxruntime-web/-/{PACKAGE.name}"
+    try:
+        with urlopen(PACKAGE.as_uri() if is_kept else source, timeout=60) as answer:
+            package = answer.read()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{source} cannot be loaded ({error}); try again, or add --cdn to use a CDN.") from error
+    if b64encode(sha512(package).digest()).decode() != INTEGRITY:
+        raise UserError(f"{source} is not onnxruntime-web {VERSION}: its SHA-512 differs; delete it, and try again.")
+    if not is_kept:
+        PACKAGE.parent.mkdir(parents=True, exist_ok=True)
+        with unfinished_path(PACKAGE, ".tmp") as draft:
+            draft.write_bytes(package)
     folder.mkdir()
-    with tarfile.open(PACKAGE) as archive:
+    with tarfile.open(fileobj=BytesIO(package)) as archive:
         for file in RUNTIME:
             (folder / file).write_bytes(archive.extractfile(f"package/dist/{file}").read())
     for file in ("LICENSE", "ThirdPartyNotices.txt"):  # the npm package has none

@@ -329,6 +329,17 @@ def static_page_text() -> str:
     return Path(static_page.__file__).with_suffix(".html").read_text()
 
 
+def test_a_page_with_a_cdn_is_published_as_a_static_space(hub, run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    push_to_hub.main([str(run), "--space", "me/page", "--static", "--cdn", "--onnx", "q8"])
+    files = hub["spaces/me/page"].files()
+    assert files.keys() >= {"index.html", "page.js", "page.css", "models.json", "models/0/onnx/model_quantized.onnx"}
+    assert not [name for name in files if name.startswith("runtime/")]
+    assert b"connect-src 'self' https://cdn.jsdelivr.net;" in files["index.html"]  # and not the Hub
+    assert SpaceCard(files["README.md"].decode()).data.sdk == "static"
+    assert capsys.readouterr().out.endswith("/spaces/me/page\n")
+
+
 def test_a_wrong_package_or_registry_and_another_tokenizer_are_refused(run, tmp_path, monkeypatch):
     monkeypatch.setattr(static_page, "PACKAGE", tmp_path / "gpt2scratch" / static_page.PACKAGE.name)
     monkeypatch.setenv("npm_config_registry", (tmp_path / "registry").as_uri())
@@ -337,8 +348,11 @@ def test_a_wrong_package_or_registry_and_another_tokenizer_are_refused(run, tmp_
     package = tmp_path / "registry" / "onnxruntime-web" / "-" / static_page.PACKAGE.name
     package.parent.mkdir(parents=True)
     package.write_bytes(b"another")
-    assert_one_sentence("cannot be loaded \\(invalid hash value", static_page.write_runtime, tmp_path / "runtime")
-    assert not [*(tmp_path / "gpt2scratch").iterdir()]
+    assert_one_sentence("is not onnxruntime-web", static_page.write_runtime, tmp_path / "runtime")
+    assert not (tmp_path / "gpt2scratch").exists()
+    static_page.PACKAGE.parent.mkdir()
+    static_page.PACKAGE.write_bytes(b"damaged in the cache")
+    assert_one_sentence("is not onnxruntime-web", static_page.write_runtime, tmp_path / "runtime")
     monkeypatch.setattr(static_page, "unusual_parts", lambda tokenizer: ["normalizer NFC()"])
     sentence = r"tiny cannot run in a browser: its tokenizer has normalizer NFC\(\), but the page supports"
     assert_user_error(sentence, demo.main, [str(run), "--static", str(tmp_path / "page")])
