@@ -186,11 +186,9 @@ def main(arguments: list[str]) -> None:
         missing = {key(run): run for run in plan() if key(run) not in found}
         with ThreadPoolExecutor(options.workers) as pool:
             list(pool.map(work, missing.values()))  # raises the error of a failed run
-    try:
-        text = page()
-    except LookupError as error:
-        raise UserError("The plan is not finished; run the same command again to resume it.") from error
-    (DOCS / "budget.md").write_text(text, encoding="utf-8")
+        if missing.keys() - found.keys():
+            raise UserError("The plan is not finished; run the same command again to resume it.")
+    (DOCS / "budget.md").write_text(page(), encoding="utf-8")
     draw(found)
     print("docs/budget.md is written.")
 

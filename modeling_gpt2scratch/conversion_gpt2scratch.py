@@ -141,7 +141,8 @@ def to_native(model: GPT2ScratchForCausalLM, to: str = "native") -> GPT2LMHeadMo
 
 
 def to_gpt2(model: GPT2ScratchForCausalLM) -> GPT2LMHeadModel:
-    """Return the native twin of a model for which `native_kind` is gpt2. Biases that it does not have are zero."""
+    """Return the native twin of a GPT-2. Biases that it does not have are zero in the twin."""
+    native_kind(model.config, "gpt2")
     fields = {name: getattr(model.config, name) for name in SHARED_FIELDS}
     # n_ctx: required by llama.cpp's converter.
     config = GPT2Config(**fields, **GPT2_ONLY, n_ctx=model.config.n_positions)
@@ -153,10 +154,11 @@ def to_gpt2(model: GPT2ScratchForCausalLM) -> GPT2LMHeadModel:
 
 @torch.no_grad()
 def to_apertus(model: GPT2ScratchForCausalLM) -> ApertusForCausalLM:
-    """Return the native twin of a model for which `native_kind` is apertus, in float32 and untied.
+    """Return the native twin of a model of the modern family, in float32 and untied.
     Apertus has no normalization after the embedding, so the twin stores the normalized embedding. Rounding it to bf16
     would change the logits. The query norm carries the attention scale, and the MLP's output projection the inverse
     scale of xIELU."""
+    native_kind(model.config, "apertus")
     source, decoder = model.config, model.transformer
     C, hs = source.n_embd, source.n_embd // source.n_head
     config = ApertusConfig(

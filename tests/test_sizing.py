@@ -2,6 +2,7 @@
 
 import math
 import re
+import statistics
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -261,3 +262,13 @@ def test_the_law_of_small_models_is_the_fit_of_the_result_file():
             lowest, highest = scaling.measured_bits_per_byte(family, flops)
             assert lowest < bits < highest
     assert scaling.measured_bits_per_byte("modern", 1e14) is None
+
+
+@pytest.mark.parametrize("flops", benchmark.CHECKED)
+def test_the_choice_is_at_most_3_percent_above_its_neighbors(flops):
+    _, choices = benchmark.read(benchmark.PATH)
+    runs = benchmark.neighbors(benchmark.choice_of(flops, choices))
+    losses = {name: [choices[benchmark.key(run)]["eval_loss"] for run in seeds] for name, seeds in runs.items()}
+    means = {name: statistics.mean(values) for name, values in losses.items()}
+    assert len(means) == 7
+    assert means["the choice"] < 1.03 * min(means.values())

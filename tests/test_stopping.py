@@ -229,7 +229,8 @@ def test_ending_a_forked_child_does_not_request_a_stop():
     assert signal.getsignal(signal.SIGINT) is original  # restored
 
 
-def test_ctrl_c_while_compiling_ends_the_run_at_once(spawn, store, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_compiling_ends_the_run_at_once(spawn, store, tmp_path, number):
     """The signal also ends the compiler, as in a terminal. Nothing is left running."""
     settings = TINY | {"torch_compile": "true", "data": store.folder, "output_dir": tmp_path / "run"}
     one = spawn("train_accelerate.py", *flags(**settings), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
@@ -237,9 +238,9 @@ def test_ctrl_c_while_compiling_ends_the_run_at_once(spawn, store, tmp_path):
     wait_until((tmp_path / "run" / "samples.md").is_file)  # the run has begun
     wait_until(lambda: any("cc1plus" in child.name() for child in process.children(recursive=True)))
     children = process.children(recursive=True)
-    os.killpg(one.pid, signal.SIGINT)
+    os.killpg(one.pid, number)
     output = one.communicate(timeout=60)[1]
-    assert one.returncode == 130
-    assert re.fullmatch(r"Stopped \(SIGINT\)\. .* the same command starts again\.\n", output)
+    assert one.returncode == 128 + number
+    assert re.fullmatch(rf"Stopped \({number.name}\)\. .* the same command starts again\.\n", output)
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "stopped"
     wait_until(lambda: not any(is_running(child.pid) for child in children), seconds=10)

@@ -18,7 +18,6 @@ from typing import Any
 
 import psutil
 import torch
-from accelerate import Accelerator
 
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store.store import TokenStore
@@ -126,21 +125,24 @@ def print_forecast(run: Run, forecast: Forecast) -> None:
 
 def show_plan(config: TrainConfig) -> None:
     """Print the plan, or raise a `UserError` with all problems of the configuration, one per line."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the temporary folder is deleted
-    with TemporaryDirectory(prefix="gpt2scratch-plan-") as folder:
-        setup = setup_of(config)
-        accelerator = start_accelerator(setup, None, config.run.output_dir, config.stopping.ddp_timeout)
-        estimate = None
-        if config.text and find_store(config.recipe) is None:
-            from tokenizer.build.estimate import estimate as estimate_store  # needs packages that a run does not need
-
-            estimate = estimate_store(config.recipe, Path(folder), printer(accelerator))
-        _print_plan(config, setup, accelerator, estimate)
+    # Exit through `finally` and `with` on SIGTERM, so that the temporary folder is deleted.
+    handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with TemporaryDirectory(prefix="gpt2scratch-plan-") as folder:
+            _print_plan(config, Path(folder))
+    finally:
+        signal.signal(signal.SIGTERM, handler)
 
 
-def _print_plan(config: TrainConfig, setup: Setup, accelerator: Accelerator, estimate: Any) -> None:
-    """`estimate`: of text that is large and not tokenized yet."""
-    say = printer(accelerator)
+def _print_plan(config: TrainConfig, folder: Path) -> None:
+    """Print the plan. `folder` is temporary and holds a sample of text that is large and not tokenized yet."""
+    setup = setup_of(config)
+    accelerator = start_accelerator(setup, None, config.run.output_dir, config.stopping.ddp_timeout)
+    say, estimate = printer(accelerator), None
+    if config.text and find_store(config.recipe) is None:
+        from tokenizer.build.estimate import estimate as estimate_store  # needs packages that a run does not need
+
+        estimate = estimate_store(config.recipe, folder, say)
     sample = open_store(config.recipe, say) if estimate is None else estimate.sample
     store = sample if estimate is None else estimate.whole
     config, sizing = resolve(config, accelerator, setup, [store, sample])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
 from common.atomic import copy_file, unfinished_path
@@ -80,7 +80,7 @@ class Backup:
         self.copying: Path | None = None  # this checkpoint must not be deleted
         self.copied: str | None = None  # the newest checkpoint of this run in the backup
         self.problem: str | None = None  # the last error of the drive, until an attempt succeeds
-        self._wake, self._is_closing = Event(), False
+        self._updating, self._wake, self._is_closing = Lock(), Event(), False
         self._thread: Thread | None = None
 
     def restore(self, last_step: int, check: Callable[[dict[str, Any]], None]) -> Path | None:
@@ -175,23 +175,24 @@ class Backup:
     def update(self) -> None:
         """Copy the run's logs and its newest checkpoint to the drive, and delete checkpoints of later steps there.
         Report when the drive fails and when it is available again."""
-        self.copying = next(reversed(complete_checkpoints(self.run.checkpoints)), None)
-        if self.copying is None:
-            return
-        name = self.copying.name
-        try:
-            self._copy(self.copying)
-        except OSError as error:
-            if self.problem is None:
-                self.say(
-                    f"WARNING: {name} could not be copied to {self.there.path} ({_reason(error)}). Training continues, "
-                    "and the copy will be retried."
-                )
-            self.problem = _reason(error)
-            return
-        if self.problem is not None:
-            self.say(f"Backup:  {self.there.path} is available again, and {name} is in it")
-        self.problem, self.copying, self.copied = None, None, name
+        with self._updating:  # a rollback updates the backup, too, in the main thread
+            self.copying = next(reversed(complete_checkpoints(self.run.checkpoints)), None)
+            if self.copying is None:
+                return
+            name = self.copying.name
+            try:
+                self._copy(self.copying)
+            except OSError as error:
+                if self.problem is None:
+                    self.say(
+                        f"WARNING: {name} could not be copied to {self.there.path} ({_reason(error)}). Training continues, "
+                        "and the copy will be retried."
+                    )
+                self.problem = _reason(error)
+                return
+            if self.problem is not None:
+                self.say(f"Backup:  {self.there.path} is available again, and {name} is in it")
+            self.problem, self.copying, self.copied = None, None, name
 
     def _copy(self, checkpoint: Path) -> None:
         backup = self.there.checkpoints

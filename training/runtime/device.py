@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import parse_flag_from_env
 from torch.nn.attention import SDPBackend
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
@@ -184,16 +183,20 @@ def _check_attention(choice: str) -> None:
 def _sharding(notes: list[str]) -> str | None:
     """Return where the launcher's `fsdp_*` options, which it passes in the environment, keep shards, or None. Add
     unused options to `notes`. Refuse FSDP1."""
-    if not parse_flag_from_env(SHARDING):
+
+    def is_set(name: str) -> bool:
+        return os.environ.get(name, "").lower() in ("true", "1", "yes")
+
+    if not is_set(SHARDING):
         return None
     version = os.environ.get("FSDP_VERSION", "1")
     if version != "2":
         raise UserError(f"The launcher's fsdp_version is {version}; set it to 2, as in launch/fsdp2.yaml.")
-    if parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
+    if is_set("FSDP_ACTIVATION_CHECKPOINTING"):
         notes.append("The launcher's fsdp_activation_checkpointing is not used: set gradient_checkpointing instead.")
     if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false":
         notes.append("The launcher's fsdp_reshard_after_forward is not used: a block is freed after its forward pass.")
-    return "cpu" if parse_flag_from_env("FSDP_OFFLOAD_PARAMS") else "device"
+    return "cpu" if is_set("FSDP_OFFLOAD_PARAMS") else "device"
 
 
 def keep_accelerate_from_sharding() -> None:
