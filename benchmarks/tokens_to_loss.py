@@ -66,9 +66,9 @@ STABLE = COSINE | {"lr_scheduler_type": "warmup_stable_decay", "cooldown_fractio
 GPT2 = {"tie_word_embeddings": True, "initializer_range": 0.02, "optimizer": "adamw", "weight_decay": 0.1}
 
 # modded-nanogpt's records/track_1_short/2024-11-03_UntieEmbed with rates of track_3_optimization, for width 768 and head size 128.
-# The attention scale (0.12 there) and initial weights follow 1 / sqrt(size). Only a common factor of the rates is tuned here.
+# The initial weights follow 1 / sqrt(size). Only the rate of the matrices is tuned here.
 MODERN = {"rope_theta": 10000.0, "normalization": "rms_norm", "use_bias": False, "activation_function": "relu2"}
-MODERN |= {"attention_scale": 0.17, "layer_norm_epsilon": 1e-6, "initializer_range": 0.051}
+MODERN |= {"layer_norm_epsilon": 1e-6, "initializer_range": 0.051}
 UNTIED = {"tie_word_embeddings": False}
 MUON = {"optimizer": "muon", "weight_decay": 0.05}
 RATES = {"learning_rate": 0.02, "embedding_learning_rate": 0.3, "head_learning_rate": 0.004 * math.sqrt(768 / 128)}
@@ -98,12 +98,16 @@ def plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
     batches = {f"{size:,} tokens per step": with_batch(baseline, size) for size in (1024, 2048, 4096)}
     baseline = yield from choose("GPT-2: batch", batches, loss)
     baseline = yield from climb("GPT-2: learning rate again", baseline, "learning_rate", loss)
+    seconds = {"adam_beta2 0.95": baseline, "adam_beta2 0.99": baseline | {"adam_beta2": 0.99}}
+    baseline = yield from choose("GPT-2: Adam's second beta", seconds, loss)
+    firsts = {f"adam_beta1 {beta:g}": baseline | {"adam_beta1": beta} for beta in (0.9, 0.8, 0.7, 0.5)}
+    baseline = yield from choose("GPT-2: Adam's first beta", firsts, loss)
 
-    # 2. The modern recipe at half of the tokens, with the batch that suits GPT-2 best.
+    # 2. The modern recipe at half of the tokens, with the batch and the betas that suit GPT-2 best.
     half = baseline | {"tokens": tokens // 2}
-    recipe = half | MODERN | UNTIED | MUON | MUON_SCHEDULE
-    scaled = {f"rates x {by:g}": recipe | {name: by * rate for name, rate in RATES.items()} for by in (0.5, 1, 2)}
-    modern = yield from choose("Modern: one factor of all rates", scaled, loss)
+    recipe = half | MODERN | UNTIED | MUON | MUON_SCHEDULE | RATES
+    scaled = {f"learning_rate {rate:g}": recipe | {"learning_rate": rate} for rate in (0.01, 0.014, 0.02)}
+    modern = yield from choose("Modern: Muon's rate", scaled, loss)
 
     # 3. Every share of the tokens is its own finished run, with two seeds.
     rows = {"GPT-2 with initializer_range 0.02, all tokens": [published]}
