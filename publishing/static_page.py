@@ -138,7 +138,7 @@ def _files(folder: str, kind: str, size: int, sha256: str) -> dict[str, Any]:
 
 def chat_parts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
     """Return the texts that the chat template writes around messages: before the first one of the user, before and after
-    a system message, before and after an answer, and before an answer to write. Return None if there is no template, or
+    a system message, before and after an answer, and before an answer to write. Return None without a template, or with
     one that does not write a chat as a sequence of messages."""
 
     def rendered(roles: str) -> list[str]:
