@@ -16,6 +16,11 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": "modeling_gpt2scratch.GPT2ScratchForTokenClassification",
 }
 
+SCALED_ROPE = (
+    "linear",
+    "yarn",
+    "llama3",
+)  # the frequencies of Transformers' other types depend on the length of the input
 LARGEST = 10**8  # limit for sizes: far above any model, and the product of two fits 64 bits
 
 
@@ -36,7 +41,7 @@ class GPT2ScratchConfig(PreTrainedConfig):
         activation_function: a name from Transformers' `ACT2FN`: `gelu` is exact, `gelu_new` GPT-2's tanh approximation, `relu2`
             squared ReLU (So et al. 2021, "Primer").
         rope_parameters: `{"rope_type": "default", "rope_theta": 10000.0}` for rotary positions (Su et al. 2021, "RoFormer");
-            `None` for learned positions.
+            Transformers' `linear`, `yarn` and `llama3` scale them to a longer context. `None` for learned positions.
         normalization: `layer_norm`, or `rms_norm` without weights (Zhang and Sennrich 2019), also after the embedding and on the
             queries and keys of each head. With `rms_norm`, projections into the residual stream start at zero; so does an untied
             head, and its embedding starts with standard deviation 1.
@@ -152,13 +157,22 @@ class GPT2ScratchConfig(PreTrainedConfig):
     def _rope_problems(self) -> list[str]:
         if self.rope_parameters is None:
             return []
-        theta = self.rope_parameters.get("rope_theta")
-        problems = []
-        is_plain = self.rope_parameters == {"rope_type": "default", "rope_theta": theta}
-        if not is_plain or not isinstance(theta, float | int) or not 1.0 < theta < math.inf:
+        rope, problems = self.rope_parameters, []
+        theta, factor, kind = rope.get("rope_theta"), rope.get("factor", 1.0), rope.get("rope_type")
+        are_numbers = isinstance(theta, float | int) and isinstance(factor, float | int)
+        is_whole = rope.keys() == {"rope_type", "rope_theta"} or (
+            kind in SCALED_ROPE and "partial_rotary_factor" not in rope
+        )
+        if (
+            not is_whole
+            or kind not in ("default", *SCALED_ROPE)
+            or not are_numbers
+            or not 1.0 < theta < math.inf
+            or factor < 1.0
+        ):
             problems.append(
-                f"rope_parameters is {self.rope_parameters} but must be {{'rope_type': 'default', 'rope_theta': N}} with a finite "
-                f"N above 1, or None for learned positions"
+                f"rope_parameters is {rope} but must be {{'rope_type': 'default', 'rope_theta': N}} with a finite N above 1, the "
+                f"parameters of {', '.join(SCALED_ROPE)} with a factor of at least 1, or None for learned positions"
             )
         if self.n_head >= 1 and self.n_embd % (2 * self.n_head) == self.n_head:
             problems.append(

@@ -20,6 +20,7 @@ from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
@@ -75,11 +76,13 @@ def rotary_embedding(config: GPT2ScratchConfig, position_ids: torch.Tensor) -> t
     """
     if config.rope_parameters is None:
         return None
-    hs = config.n_embd // config.n_head
-    exponents = torch.arange(0, hs, 2, device=position_ids.device, dtype=torch.float32) / hs
-    frequencies = 1.0 / config.rope_parameters["rope_theta"] ** exponents  # (hs / 2,)
+    hs, rope, device = config.n_embd // config.n_head, config.rope_parameters, position_ids.device
+    exponents = torch.arange(0, hs, 2, device=device, dtype=torch.float32) / hs
+    frequencies, scale = 1.0 / rope["rope_theta"] ** exponents, 1.0  # (hs / 2,)
+    if rope["rope_type"] != "default":
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device)
     angles = position_ids[:, :, None, None].float() * frequencies
-    return angles.cos(), angles.sin()
+    return angles.cos() * scale, angles.sin() * scale
 
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:

@@ -182,6 +182,8 @@ def _problems(model: GPT2ScratchForCausalLM, tokenizer: PreTrainedTokenizerBase)
             f"its activation_function {activation} differs by up to {gap:.2f} from the tanh GELU of llama.cpp; publish "
             f"it without GGUF."
         )
+    if model.config.rope_parameters and (kind := model.config.rope_parameters["rope_type"]) != "default":
+        yield f"its rotary positions have the type {kind}, and GGUF files are written for default; publish it without GGUF."
     rust = tokenizer.backend_tokenizer
     if parts := unusual_parts(tokenizer):
         yield (

@@ -93,6 +93,21 @@ def test_the_apertus_twin_of_a_bf16_model_is_exact_because_it_is_float32():
     torch.testing.assert_close(twin(ids).logits, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
+def test_scaled_rotary_positions_are_those_of_transformers(kind):
+    rope = {"rope_type": kind, "rope_theta": 100.0, "factor": 4.0}
+    rope |= {"linear": {}, "yarn": {"original_max_position_embeddings": 8}}.get(kind, LLAMA3)
+    plain, ours = (tiny_model("modern", rope_parameters=each) for each in (MODERN["rope_parameters"], rope))
+    ids, expected = tokens(2, 32), to_native(ours)(tokens(2, 32)).logits
+    torch.testing.assert_close(ours(ids).logits, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert (plain(ids).logits - expected).abs().max() > 0.01 * expected.abs().max()
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(ids, use_cache=False).logits, ours(ids).logits)
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 ROTARY = "rope_parameters={'rope_theta': 100.0, 'rope_type': 'default'}"
 
 

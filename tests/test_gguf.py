@@ -268,6 +268,7 @@ def with_token(**properties):
     return tokenizer
 
 
+LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}}
 NO_PATTERN = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\d"), "isolated"), NO_PATTERN])
 
@@ -278,6 +279,7 @@ SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\d"), "isolated"),
         (bpe, {"activation_function": "relu"}, r"activation_function relu differs by up to 0\.17 from the tanh GELU"),
         (bpe, {"activation_function": "quick_gelu"}, r"quick_gelu differs by up to 0\.02"),
         (bpe, {"attention_scale": 0.2}, r"normalization='layer_norm' with attention_scale=0\.2; publish it with"),
+        (bpe, MODERN | LINEAR, "its rotary positions have the type linear, and GGUF files are written for default"),
         (characters, MODERN, "can be added only to a model with use_bias=True"),
         (bpe, {"vocab_size": 300}, "it has 300 embeddings but 420 tokens"),
         (partial(with_rust, normalizer=normalizers.NFC()), {}, r"the tokenizer has normalizer NFC\(\)"),

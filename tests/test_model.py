@@ -178,7 +178,8 @@ def test_all_problems_of_a_config_are_reported_together_also_on_loading_and_savi
     for wrong in (
         *({"n_layer": "12"}, {"resid_pdrop": None}, {"tie_word_embeddings": "yes"}, {"use_bias": None}),
         *({"normalization": "rms"}, {"attention_scale": 0.0}, {"attention_scale": math.inf}),
-        *({"rope_parameters": ROPE | more} for more in ({"rope_theta": 1}, {"rope_type": "linear"}, {"factor": 8})),
+        *({"rope_parameters": ROPE | more} for more in ({"rope_theta": 1}, {"rope_type": "dynamic"}, {"factor": 8})),
+        {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 0.5}},
         {"rope_parameters": ROPE, "n_embd": 18, "n_head": 2},
     ):
         with pytest.raises(StrictDataclassError, match=next(iter(wrong))):
@@ -186,8 +187,8 @@ def test_all_problems_of_a_config_are_reported_together_also_on_loading_and_savi
     assert GPT2ScratchConfig(rope_theta=100.0).rope_parameters == ROPE
     config = GPT2ScratchConfig(**TINY)
     GPT2ScratchForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="'yarn'"):
-        GPT2ScratchForCausalLM.from_pretrained(tmp_path, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    with pytest.raises(ValueError, match="'dynamic'"):
+        GPT2ScratchForCausalLM.from_pretrained(tmp_path, rope_scaling={"rope_type": "dynamic", "factor": 4.0})
     config.n_head = 3
     with pytest.raises(StrictDataclassError, match="not divisible"):
         config.save_pretrained(tmp_path)

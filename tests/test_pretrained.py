@@ -10,6 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 import train_accelerate
 from common.settings_file import read_yaml
 from conftest import TINY, assert_equal, assert_user_error, flags, metrics, prose, reset_accelerate, tokenized, weights
+from modeling_gpt2scratch import GPT2ScratchConfig
 from training.step.model import ModelArguments
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32}
@@ -102,4 +103,7 @@ def test_contradictions_are_refused(gpt2, run, store, tmp_path):
     assert_user_error("step_00000003 is at step 3 of 3, so nothing is left to train", train_accelerate.main, branch)
     LlamaConfig().save_pretrained(tmp_path / "llama")
     refuse("it is a llama model; only GPT2Scratch and GPT-2 models can be trained", source=tmp_path / "llama")
+    scaled = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
+    GPT2ScratchConfig(rope_parameters=scaled).save_pretrained(tmp_path / "scaled")
+    refuse("has rotary positions of type linear; train it with Transformers' Trainer", source=tmp_path / "scaled")
     assert not (tmp_path / "run").exists()

@@ -35,13 +35,16 @@ def read_architecture(source: str) -> GPT2ScratchConfig:
 def architecture_of(source: str, command: ModelArguments, flags: set[str]) -> dict[str, Any]:
     """Return the settings of a pretrained model, with the dropout of the command and, if the flag is given, its
     context. Raise a `UserError` if a flag contradicts the model, one problem per line."""
-    settings, values = model_settings(read_architecture(source)), vars(command)
+    config, values = read_architecture(source), vars(command)
+    settings = model_settings(config)
     free = DROPOUTS | ({"n_positions"} & flags)
     problems = [
         f"{name} is {value}, but {source} has {settings[name]}; leave {name} out."
         for name, value in values.items()
         if name in flags - free and value != settings[name]
     ]
+    if config.rope_parameters and (kind := config.rope_parameters["rope_type"]) != "default":
+        problems.append(f"{source} has rotary positions of type {kind}; train it with Transformers' Trainer.")
     context, limit = values["n_positions"], settings["n_positions"]
     if "n_positions" in flags and not settings["rope_theta"] and context > limit:
         problems.append(
