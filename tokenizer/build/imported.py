@@ -145,6 +145,8 @@ def import_store(
         )
         report.describe(
             draft,
+            tokenizer.backend_tokenizer,
+            texts,
             sizes,
             inputs,
             eos_token_id=eos,

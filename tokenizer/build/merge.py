@@ -25,7 +25,6 @@ from common.errors import UserError
 from tokenizer.build.worker import DocumentSettings, Part, part_file, row_type
 from tokenizer.cleaning import dedup
 from tokenizer.corpus.units import Unit
-from tokenizer.encoding import encode
 from tokenizer.store.store import SPLITS, index_file, tokens_file
 
 BLOCK_TOKENS = 1 << 21
@@ -66,10 +65,10 @@ class MergeProgress:
 
 
 class Merger:
-    def __init__(self, work: Path, folder: Path, settings: DocumentSettings, units: list[Unit]):
-        """Read and verify the parts of `units` in `work`, whose files will go to `folder`.
+    def __init__(self, work: Path, folder: Path, settings: DocumentSettings, units: list[Unit], texts: list[bytes]):
+        """Read and verify the parts of `units` in `work`, whose files will go to `folder`. `texts`: text of each token.
         Raise a `UserError` if a part is damaged, or there is too little text."""
-        self.work, self.folder, self.settings = work, folder, settings
+        self.work, self.folder, self.settings, self.texts = work, folder, settings, texts
         self.copies, self.has_validation_split = [unit.copies for unit in units], any(unit.val for unit in units)
         self.dtype = np.dtype(settings.dtype).newbyteorder("<")
         self.row_type = row_type(dedup.KEYS[settings.dedup])
@@ -225,11 +224,10 @@ class Merger:
     @cached_property
     def table(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Table of tokens: bytes of each token, whether it starts a character, and whether it ends a line."""
-        texts = encode.token_bytes(encode.load_rust(self.folder / "tokenizer" / "tokenizer.json"))
         return (
-            np.array([len(text) for text in texts], dtype=np.int64),
-            np.array([bool(text) and not 0x80 <= text[0] < 0xC0 for text in texts]),
-            np.array([text.endswith(b"\n") for text in texts]),
+            np.array([len(text) for text in self.texts], dtype=np.int64),
+            np.array([bool(text) and not 0x80 <= text[0] < 0xC0 for text in self.texts]),
+            np.array([text.endswith(b"\n") for text in self.texts]),
         )
 
     def merge(self) -> None:

@@ -46,9 +46,16 @@ def documents(metadata: Metadata) -> str:
     return f"{counted(total, 'document')} found, {number:,} in the store"
 
 
-def describe(folder: Path, splits: dict[str, tuple[int, int, int]], inputs: list[list], **about: Any) -> None:
-    """Write inputs, metadata and `report.md` of a store with its tokens, indexes and tokenizer (see `store.finish`)."""
-    rust = encode.load_rust(folder / "tokenizer" / "tokenizer.json")
+def describe(
+    folder: Path,
+    rust: Tokenizer,
+    texts: list[bytes],
+    splits: dict[str, tuple[int, int, int]],
+    inputs: list[list],
+    **about: Any,
+) -> None:
+    """Write inputs, metadata and `report.md` of a store with its tokens, indexes and tokenizer (see `store.finish`).
+    `texts`: text of each token."""
     write_atomic(folder / "inputs.json", json.dumps(inputs))
     finish(
         folder,
@@ -60,7 +67,7 @@ def describe(folder: Path, splits: dict[str, tuple[int, int, int]], inputs: list
         **about,
     )
     store = TokenStore(folder)
-    data = {"metadata": store.metadata, "tokens": _token_statistics(store, rust)}
+    data = {"metadata": store.metadata, "tokens": _token_statistics(store, rust, texts)}
     write_atomic(folder / "report.md", render("report.md.j2", data))
 
 
@@ -101,8 +108,7 @@ def left_out(metadata: Metadata, names: int = 0, with_places: bool = False) -> l
     return lines
 
 
-def _token_statistics(store: TokenStore, rust: Tokenizer) -> dict[str, Any]:
-    texts = encode.token_bytes(rust)
+def _token_statistics(store: TokenStore, rust: Tokenizer, texts: list[bytes]) -> dict[str, Any]:
     tokens = store.memory_map("train")
     counts = np.bincount(tokens[:: max(1, len(tokens) // COUNTED_TOKENS)], minlength=len(texts))
 

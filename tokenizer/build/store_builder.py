@@ -173,6 +173,10 @@ class StoreBuilder:
     def rust(self) -> Tokenizer:
         return encode.load_rust(self.store / "tokenizer" / "tokenizer.json")
 
+    @cached_property
+    def token_texts(self) -> list[bytes]:
+        return encode.token_bytes(self.rust)
+
     # ---- existing work ----------------------------------------------------------------------------------------------
 
     def open_finished(self) -> TokenStore:
@@ -345,6 +349,7 @@ class StoreBuilder:
                 f"command without --merge to process the rest."
             )
         counts, limit = Counts().add(self.plan.skipped), self.recipe.corpus.limit
+        texts = self.token_texts  # now, while the workers start
         parts = self.do_units(units) if limit == NO_LIMIT else self.do_limited_units(limit)
         for part in parts:
             counts.add(part.counts)
@@ -358,7 +363,7 @@ class StoreBuilder:
                 f"{self.recipe.vocabulary.tokenizer} cannot encode this text: {lost_bytes:,} of {counts.bytes:,} bytes "
                 f"would be lost; use another tokenizer."
             )
-        merger = Merger(self.work, self.store, self.plan.settings, self.plan.units[: len(parts)])
+        merger = Merger(self.work, self.store, self.plan.settings, self.plan.units[: len(parts)], texts)
         if merger.documents == 0:
             rules = (f"{rule} {outcome.documents:,}" for rule, outcome in outcomes.items() if outcome.dropped)
             drops = ", ".join(rules) or "by --weights"
@@ -409,6 +414,8 @@ class StoreBuilder:
         counters = asdict(counts) | {"first": counts.worst()}
         report.describe(
             self.store,
+            self.rust,
+            self.token_texts,
             {name: (split.tokens, split.documents, split.bytes) for name, split in merger.progress.splits.items()},
             self.inputs,
             eos_token_id=self.plan.settings.eos,

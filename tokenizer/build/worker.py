@@ -325,7 +325,7 @@ def _begin() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    gc.set_threshold(100_000)  # searching short-lived objects for reference cycles doubled their cost
+    gc.set_threshold(1_000_000)  # searching short-lived objects for reference cycles doubled their cost
     keep_freed_memory()
     import datasets  # noqa: F401  now, while the main process plans
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -17,7 +18,7 @@ from common.errors import UserError
 from tokenizer.encoding.words import END, WordSplitter, blocks
 
 NOTHING = -1  # no token follows the text
-TEXT_BYTES = 4096  # of words that are encoded together: the fastest of 300 to 16,000
+TEXT_BYTES = 1024  # of words that are encoded together: the fastest of 256 to 16,000
 REMEMBERED_WORDS, REMEMBERED_IDS = 500_000, 4_000_000  # words and ids in memory, at most about 100 MB
 # Longer words are encoded in overlapping windows: Rust needs 45 bytes of memory per byte, and its time per byte grows
 # with the length of the word.
@@ -61,13 +62,17 @@ def is_plain(rust: Tokenizer) -> bool:
     if not isinstance(rust.model, models.BPE):
         return False
     plain = all(getattr(rust.model, name) in (value, "" if value is None else value) for name, value in PLAIN.items())
-    return plain and byte_level_alphabet().keys() <= rust.get_vocab(with_added_tokens=False).keys()
+    return plain and has_all_bytes(rust)
+
+
+def has_all_bytes(rust: Tokenizer) -> bool:
+    return all(token_id is not None for token_id in map(rust.model.token_to_id, byte_level_alphabet()))
 
 
 def has_separate_words(rust: Tokenizer) -> bool:
     """Return whether a BPE uses each token only after the last merge that produces it, and never merges the byte 0xFF,
     which UTF-8 does not contain. Training ensures both."""
-    merges = [tuple(merge) for merge in json.loads(rust.to_str())["model"]["merges"]]
+    merges = json.loads(rust.to_str())["model"]["merges"]
     produced = {left + right: rank for rank, (left, right) in enumerate(merges)}
     is_ordered = all(produced.get(token, -1) < rank for rank, merge in enumerate(merges) for token in merge)
     return is_ordered and not any(END.decode("latin-1") in token for token in produced)
@@ -108,26 +113,33 @@ class WordEncoder:
     def _forget(self) -> None:
         self.number = {END: 0}  # of each word, in the order of `first` and `count`
         self.pool = np.zeros(1, dtype=self.dtype)  # a place for the id that follows a text, then the ids of all words
-        self.first, self.count = np.zeros(
-            (2, 1), dtype=np.int32
-        )  # (words,) first index into the pool and number of ids
+        self.first, self.count = np.array([[0], [1]], np.int32)  # (words,) first index into the pool and number of ids
 
     def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
         words = self.splitter.words(texts).dictionary_encode()
         numbers = self._numbers(words.dictionary.to_pylist())  # (distinct words,)
-        of_word = np.frombuffer(words.indices.buffers()[1], dtype=np.int32, count=len(words))  # (words,) in `numbers`
-        of_word = numbers.take(of_word)  # `take` is twice as fast as numbers[of_word]
-        ends = np.flatnonzero(of_word == 0)  # (texts,) positions of the words 0xFF
+        ids = self._ids(numbers).take(words.indices)  # (words,) binaries; four arrays of numpy take twice the time
+        indices = np.frombuffer(words.indices.buffers()[1], dtype=np.int32, count=len(words))
+        ends = np.flatnonzero(indices == np.flatnonzero(numbers == 0)[0])  # (texts,) positions of the words 0xFF
+        until = np.frombuffer(ids.buffers()[1], dtype=np.int32)[ends + 1] // self.dtype.itemsize  # (texts,) in `ids`
+        ids = np.frombuffer(ids.buffers()[2], dtype=self.dtype)
         follower = np.array(followed_by, dtype=np.int64)
         follows = follower != NOTHING
-        first, count = self.first.take(of_word), self.count.take(of_word)
-        count[ends] = follows
-        until = np.cumsum(count, dtype=np.int32)  # (words,) number of ids up to the end of each word
-        places = np.repeat(first - (until - count), count)  # (n,) indices into the pool
-        places += np.arange(len(places), dtype=np.int32)
-        ids, until = self.pool.take(places), until[ends]
         ids[until[follows] - 1] = follower[follows]
-        return ids, np.diff(until, prepend=0).astype(np.int64)
+        if not follows.all():
+            ids = np.delete(ids, until[~follows] - 1)
+        return ids, np.diff(until, prepend=0).astype(np.int64) - ~follows
+
+    def _ids(self, numbers: np.ndarray) -> Any:
+        """Return the ids of words, whose numbers are given, as one Arrow array of binaries."""
+        import pyarrow as pa
+
+        first, count = self.first[numbers], self.count[numbers]
+        until = np.cumsum(count, dtype=np.int32)  # (words,) number of ids up to the end of each word
+        places = np.repeat(first - (until - count), count) + np.arange(until[-1], dtype=np.int32)
+        offsets = np.concatenate([np.zeros(1, np.int32), until]) * np.int32(self.dtype.itemsize)
+        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(self.pool[places])]
+        return pa.Array.from_buffers(pa.binary(), len(numbers), buffers)
 
     def _numbers(self, distinct: list[bytes]) -> np.ndarray:
         """Return the number of each word, (words,) int32, after encoding the new ones."""
@@ -233,30 +245,32 @@ def _with_followers(ids: np.ndarray, counts: list[int], followed_by: list[int]) 
 
 def token_bytes(rust: Tokenizer) -> list[bytes]:
     """Return the text of each id in UTF-8. It is empty for special tokens and the unknown token."""
-    added, to_byte = rust.get_added_tokens_decoder(), byte_level_alphabet()
+    added, byte = rust.get_added_tokens_decoder(), byte_level_alphabet().__getitem__
     byte_level = isinstance(rust.decoder, decoders.ByteLevel)
-    unknown = getattr(rust.model, "unk_token", None)
+    unknown, tokens = getattr(rust.model, "unk_token", None), {i: token for token, i in rust.get_vocab().items()}
 
     def of(i: int) -> bytes:
-        token = rust.id_to_token(i)
+        token = tokens.get(i)
         if token is None or token == unknown or (i in added and added[i].special):
             return b""
         if i in added:
             return token.encode()
         if byte_level:
-            return bytes(map(to_byte.get, token)) if to_byte.keys() >= set(token) else token.encode()
+            try:
+                return bytes(map(byte, token))
+            except KeyError:
+                return token.encode()
         # Decode the id twice and use the second text, because many decoders strip the space at the beginning.
         once, twice = rust.decode([i], skip_special_tokens=False), rust.decode([i, i], skip_special_tokens=False)
-        byte = FALLBACK.fullmatch(token)
-        return bytes.fromhex(byte[1]) if byte and once != token else twice[len(once) :].encode()
+        fallback = FALLBACK.fullmatch(token)
+        return bytes.fromhex(fallback[1]) if fallback and once != token else twice[len(once) :].encode()
 
-    return [of(i) for i in range(max(rust.get_vocab().values()) + 1)]
+    return [of(i) for i in range(max(tokens) + 1)]
 
 
 def text_lengths(rust: Tokenizer) -> np.ndarray | None:
     """Return the bytes of text of each id, (vocab_size,) int64, or None if the tokenizer cannot lose text.
     A BPE with a token for every byte cannot, nor can a character tokenizer, which refuses unknown characters."""
-    all_bytes = isinstance(rust.decoder, decoders.ByteLevel) and byte_level_alphabet().keys() <= rust.get_vocab().keys()
-    if is_character(rust) or all_bytes:
+    if is_character(rust) or (isinstance(rust.decoder, decoders.ByteLevel) and has_all_bytes(rust)):
         return None
     return np.array([len(text) for text in token_bytes(rust)], dtype=np.int64)
