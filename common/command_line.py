@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import gc
 import json
 import os
 import shutil
@@ -262,6 +263,7 @@ def flag_name(flag: str) -> str:
 
 def run(main: Callable[[list[str]], None]) -> NoReturn:
     """Run a command and exit: 0 when done, 1 with the sentence of a `UserError` and no traceback, 130 after Ctrl-C."""
+    gc.enable()
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (None if stdout was closed)

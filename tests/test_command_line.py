@@ -1,5 +1,6 @@
 """Tests of command lines: flags override a YAML file, the file overrides defaults, and errors are one sentence."""
 
+import gc
 import importlib
 import os
 import signal
@@ -401,6 +402,13 @@ def test_a_closed_full_or_unread_output_ends_a_command_without_a_traceback(store
             pipes = {"stdout": output, "stderr": subprocess.PIPE, "text": True}
             result = subprocess.run([*shell, *command], cwd=REPOSITORY, check=False, **pipes)
             assert (result.returncode, result.stderr) == outcome
+
+
+def test_a_command_collects_garbage_after_its_imports():
+    gc.disable()
+    with pytest.raises(SystemExit) as leaving:
+        run(lambda _arguments: sys.exit(gc.isenabled()))
+    assert leaving.value.code is True
 
 
 @pytest.mark.parametrize("script", ["generate.py", "train_accelerate.py"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_step import tokens, train_step
 
-from conftest import TINY, flags, wait_until
+from conftest import REPOSITORY, TINY, flags, wait_until
 from tokenizer.store.store import Split
 from training.data.batches import BatchPlan
 from training.evaluation.scoring import evaluate
@@ -65,6 +65,25 @@ def test_a_validation_whose_compiler_fails_is_not_compiled(capsys):
     assert capsys.readouterr().out == ""
     assert evaluate(torch.compile(step.loss, backend=fail), *arguments) == expectation
     assert "WARNING: This validation was not compiled (RuntimeError('killed'))." in capsys.readouterr().out
+
+
+def test_instructions_and_header_of_all_kernels_are_ready_before_a_model_is_traced(tmp_path):
+    """The compiler writes empty libraries and logs its arguments. Only one set of instructions is tried."""
+    compiler, log = tmp_path / "compiler.sh", tmp_path / "log"
+    script = f'#!/bin/bash\n[ $# = 1 ] && echo g++ 12 && exit\necho "$*" >> {log}\n'
+    script += 'while [ "$1" != -o ]; do shift; done\nexec g++ -shared -x c++ -o "$2" /dev/null\n'
+    compiler.write_text(script)
+    compiler.chmod(0o755)
+    wait = "[each.join() for each in threading.enumerate() if each.name == 'first kernel']"
+    program = "import threading\nfrom training.runtime.compilation import prepare_compiler\nprepare_compiler()\n" + wait
+    environment = os.environ | {"CXX": str(compiler), "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, cwd=REPOSITORY)
+    calls = [line.split() for line in log.read_text().splitlines()]
+    best = {argument for argument in calls[0] if argument.startswith("-m")}
+    assert all(best <= {*call} for call in calls)  # no smaller set was tried
+    assert ["c++-header" in call for call in calls].count(True) == 1
+    assert "-shared" in calls[-1]  # a kernel
 
 
 def test_a_run_names_the_suspended_process_that_locks_the_cache_and_compiles_elsewhere(spawn, store, tmp_path):

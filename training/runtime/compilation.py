@@ -13,6 +13,7 @@ import sysconfig
 import threading
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -33,6 +34,7 @@ LINKING = 5.0  # a file without a write for this many seconds is not being linke
 # takes 20 s, and steps without it have 0.67 of the speed (two cores, docs/log.md). The validation, which is compiled
 # separately, takes 9 s, and without it has 0.7 of the speed.
 SHORT_RUN, SHORT_VALIDATION = 4.4e12, 2.4e12
+FIRST_KERNEL = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(float* out) { *out = 1.0f; }\n'
 ELF = struct.Struct("<16s2HI3QI6H")  # header of a 64-bit file
 
 
@@ -97,17 +99,29 @@ def prepare_compiler() -> None:
     _filelock.FileLock.acquire = _acquire
     remove_incomplete_libraries()
     if not torch.accelerator.is_available():
-        threading.Thread(target=_try_instructions, name="instructions", daemon=True).start()
+        _begin_to_compile(cache_dir())
 
 
-def _try_instructions() -> None:
-    """Find the vector instructions that the C++ compiler and this CPU support. With an empty cache, Inductor builds and
-    loads a library for each, which takes 6 s. In a thread, they pass while the model is traced. If it fails, the
-    compilation of the model fails in the same way, and reports it."""
+@cache
+def _begin_to_compile(_folder: str) -> None:
+    """Start the parts of a compilation for a CPU that need no model, in a thread, while text is read and the model is
+    traced. With empty caches, they take 10 s."""
+    from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401  a process forked now may import, too
+
+    threading.Thread(target=_compile_first_kernel, name="first kernel", daemon=True).start()
+
+
+def _compile_first_kernel() -> None:
+    """Find the vector instructions that the C++ compiler and this CPU support, and compile the header of all kernels. If
+    this fails, the compilation of the model fails in the same way, and reports it."""
+    from torch._inductor import codecache, cpu_vec_isa
+
     with suppress(Exception):
-        from torch._inductor.cpu_vec_isa import pick_vec_isa  # takes a second
-
-        pick_vec_isa()
+        names = set(cpu_vec_isa.x86_isa_checker())  # empty for other processors
+        best = next((isa for isa in cpu_vec_isa.supported_vec_isa_list if set(str(isa).split()) <= names), None)
+        if "ATEN_CPU_CAPABILITY" not in os.environ and best:  # builds and loads a library
+            cpu_vec_isa.valid_vec_isa_list = lambda: [best]  # which would try all others, too
+        codecache.CppPythonBindingsCodeCache.load_pybinding(["float*"], FIRST_KERNEL)
 
 
 def _acquire(lock: FileLock) -> object:
