@@ -26,7 +26,7 @@ from training.guard.run_guard import RunGuard, job
 from training.guard.watchdog import Watchdog
 from training.log.profile import Profiler
 from training.log.run_log import RunLog
-from training.plan.run import Run, begin_run, finish_again, is_finished, print_end
+from training.plan.run import Run, begin_run, choose_best_model, finish_again, is_finished, print_end
 from training.preflight import check, decide_run, setup_of
 from training.report.validation import Validation
 from training.runtime.restart import restarting
@@ -44,7 +44,12 @@ def main(arguments: list[str]) -> None:
         # Decide: all problems are found here, before the first step.
         config, sizing = resolve(config, accelerator, setup)
         run = decide_run(config, setup, accelerator)
-        code = train(config, sizing, run, watchdog) if not is_finished(run) else finish_again(run, config.optim)
+        chooses_best = config.evaluation.load_best_model_at_end
+        code = (
+            train(config, sizing, run, watchdog)
+            if not is_finished(run)
+            else finish_again(run, config.optim, chooses_best)
+        )
     if code:
         sys.exit(code)
 
@@ -106,6 +111,8 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
                         validation.validate(count, log, guard.stopper.agreed)
                 if logs:
                     pacer.correct(count, log)
+    if guard.reason is None and config.evaluation.load_best_model_at_end:
+        choose_best_model(run)
     print_end(run, guard.step, guard.reason)
     return guard.exit_code
 

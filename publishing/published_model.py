@@ -101,7 +101,7 @@ class PublishedModel:
 
 def find_folder(path: Path, choice: str | None) -> Path:
     """Return the checkpoint or model folder to publish. `choice` selects the checkpoint of a run: `last`, `best` or a
-    step (None means `last`). Raise a `UserError` if it does not exist or is damaged."""
+    step (None: that of the run's model). Raise a `UserError` if it does not exist or is damaged."""
     if (path / CONFIG).is_file() and not is_checkpoint(path) and not RunFolder(path.parent).is_run():
         if choice is not None:
             raise UserError(f"{path} is a model without a run and has no checkpoint {choice}; leave --checkpoint out.")
@@ -109,7 +109,7 @@ def find_folder(path: Path, choice: str | None) -> Path:
     run = RunFolder(run_of(path))
     if not checkpoints.complete_checkpoints(run.checkpoints):
         raise UserError(f"{run.path} cannot be published: it has no checkpoint yet; train until one is saved.")
-    return _whole(path if is_checkpoint(path) and choice is None else find_checkpoint(path, choice or "last"))
+    return _whole(path if is_checkpoint(path) and choice is None else find_checkpoint(path, choice))
 
 
 def all_folders(checkpoint: Path) -> list[Path]:
@@ -183,7 +183,7 @@ def read_page(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 def _harness_results(home: RunFolder, folder: Path) -> list[EvalResult]:
     """Return the results of lm-eval for these weights. `home`: the run, or the folder of a model without a run."""
-    results, is_newest = [], is_checkpoint(folder) and checkpoints.step_of(folder) == home.newest_step()
+    results, is_own_model = [], is_checkpoint(folder) and home.checkpoint_of_model() == folder
     paths = filter(Path.is_file, home.evaluations.glob("**/results_*.json"))
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         try:
@@ -193,7 +193,7 @@ def _harness_results(home: RunFolder, folder: Path) -> list[EvalResult]:
         except NONSENSE as error:
             raise UserError(f"{path} is incomplete or damaged; delete it, or run lm_eval again.") from error
         is_own = model == folder.resolve()
-        if is_newest and model == home.model.resolve():  # with these weights, if they are older than the results
+        if is_own_model and model == home.model.resolve():  # with these weights, if they are older than the results
             is_own = path.stat().st_mtime >= (folder / checkpoints.MANIFEST).stat().st_mtime
         results += entries if is_own else []
     return results

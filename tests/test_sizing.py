@@ -124,6 +124,7 @@ def test_less_text_gives_a_larger_model_with_fewer_tokens(store):
     plenty, little = (choice(store, "--budget 2e18flops", tokens).option for tokens in (1e11, 6e8))
     assert little.parameters >= plenty.parameters
     assert 1 < little.epochs <= 4
+    assert [option.settings["load_best_model_at_end"] for option in (plenty, little)] == [False, True]
     assert little.tokens > little.unique
 
 

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import train_accelerate
 from conftest import assert_equal, assert_same_run, assert_user_error, flip, metrics, prose, weights
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from publishing.published_model import find_folder
 from training.checkpoints.checkpoint import damage
 from training.checkpoints.metrics import comparable_loss
 from training.checkpoints.samples import fenced, read_samples
@@ -180,13 +181,24 @@ def test_a_damaged_checkpoint_is_reported_and_skipped(finished_copy, train, tmp_
     assert_user_error("is damaged", train, tmp_path / "other", "--resume_from_checkpoint", str(weights_file.parent))
 
 
-def test_save_total_limit_keeps_the_newest_and_the_best(train, tmp_path):
-    run = train(tmp_path / "run", save_steps=1, eval_steps=1, save_total_limit=1, learning_rate=5.0, max_steps=5)
+def test_save_total_limit_keeps_the_newest_and_the_best_which_may_become_the_model(train, tmp_path, capsys):
+    settings = {"save_steps": 1, "eval_steps": 1, "save_total_limit": 1, "learning_rate": 5.0, "max_steps": 5}
+    run = train(tmp_path / "run", load_best_model_at_end=True, **settings)
     *validations, _ = (entry for entry in metrics(run) if "eval_loss" in entry)
     best = min(validations, key=lambda entry: entry["eval_loss"])["step"]
     assert best < 4
-    names = {path.name for path in (run / "checkpoints").iterdir()}
-    assert names == {"step_00000005", f"step_{best:08}"}
+    checkpoints = {path.name: path for path in (run / "checkpoints").iterdir()}
+    name = f"step_{best:08}"
+    assert checkpoints.keys() == {"step_00000005", name}
+    assert (
+        f"The model is that of step {best}, which has the lowest validation loss.\n\nDone." in capsys.readouterr().out
+    )
+    assert_equal(weights(run), load_file(checkpoints[name] / "model.safetensors"))
+    assert (find_folder(run, None), find_folder(run, "last").name) == (checkpoints[name], "step_00000005")
+    shutil.rmtree(run / "model")  # as if killed before
+    train(run, load_best_model_at_end=True, **settings)
+    assert_equal(weights(run), load_file(checkpoints[name] / "model.safetensors"))
+    assert find_folder(train(tmp_path / "other", **settings), None).name == "step_00000005"
 
 
 def test_a_moved_run_resumes_and_a_missing_checkpoint_lists_the_others(train, tmp_path):

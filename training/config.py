@@ -49,6 +49,7 @@ MAIN = (  # flags that --help explains
 CHOSEN = {part.name for kind in (ModelArguments, OptimArguments, LengthArguments) for part in fields(kind)}
 LENGTHS = {part.name for part in fields(LengthArguments)}  # three ways to state one length
 CHOSEN |= {"tokens_per_step", "eval_steps", "max_eval_samples", "save_steps", "save_total_limit", "logging_steps"}
+CHOSEN |= {"load_best_model_at_end"}
 PRESETS = Path(__file__).parent.parent / "presets"
 QUICKSTART, CONTINUED = PRESETS / "quickstart.yaml", PRESETS / "continued.yaml"
 FILES = {"config", "resume_from_checkpoint"}  # flags that name the file of settings

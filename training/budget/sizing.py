@@ -168,6 +168,7 @@ def _shortened(config: TrainConfig, accelerator: Accelerator, stores: list[Token
     longest, optim = config.length.max_steps, config.optim
     steps = min(longest, max(1, int(scaling.MOST_EPOCHS * unique / batch)))
     settings = {"weight_average": scaling.average_horizon(steps, steps * batch / unique)}
+    settings["load_best_model_at_end"] = steps * batch > unique
     if steps < longest:
         decay = scaling.weight_decay(optim.optimizer, optim.learning_rate, batch, steps * batch)
         settings |= {"max_steps": steps, "weight_decay": float(f"{decay:.3g}"), "logging_steps": max(1, steps // 30)}
@@ -305,6 +306,7 @@ class Sizer:
             "logging_steps": max(1, min(50, steps // 50)),
             "lr_scheduler_type": "warmup_stable_decay",
             "weight_average": scaling.average_horizon(steps, steps * batch / self.unique),
+            "load_best_model_at_end": steps * batch > self.unique,
         }
         if (self.architecture | self.given).get("optimizer", "adamw") == "adamw":
             settings |= {"learning_rate": scaling.adam_rate(model.n_embd), "min_learning_rate": 0.0}

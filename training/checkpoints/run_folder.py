@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.atomic import file_sha256
 from common.errors import UserError
 from common.limits import free, setting
 from common.removal import MARK, UNFINISHED_MARK, discard, is_known, is_marked, mark, renew
@@ -131,6 +132,16 @@ class RunFolder:
         hint = f", and the run before it is in {self.replaced}" if is_marked(self.replaced, "replaced") else ""
         return f"there is no checkpoint yet{hint}"
 
+    def checkpoint_of_model(self) -> Path | None:
+        """Return the newest checkpoint with the weights that model/ has, or None if there is none."""
+        weights = self.model / checkpoints.WEIGHTS
+        sha256 = file_sha256(weights) if weights.is_file() else ""
+        for checkpoint in reversed(checkpoints.complete_checkpoints(self.checkpoints)):
+            with suppress(checkpoints.DamageError):
+                if checkpoints.listed_files(checkpoint)[checkpoints.WEIGHTS][1] == sha256:
+                    return checkpoint
+        return None
+
     def newest_step(self, until: float = math.inf) -> int:
         """Return the step of the newest complete checkpoint, at most `until`, or 0 if there is none."""
         steps = map(checkpoints.step_of, checkpoints.complete_checkpoints(self.checkpoints))
@@ -175,14 +186,17 @@ def run_of(path: Path) -> Path:
     return run
 
 
-def find_checkpoint(path: Path, name: str) -> Path:
-    """Return the checkpoint `name` of the run at `path`: `last`, `best` (lowest validation loss) or a step."""
+def find_checkpoint(path: Path, name: str | None) -> Path:
+    """Return the checkpoint `name` of the run at `path`: `last`, `best` (lowest validation loss) or a step. None is the
+    checkpoint whose model is the run's, or the last one."""
     run = RunFolder(run_of(path))
     if is_checkpoint(path):
         raise UserError(f"{path} is already a checkpoint; remove --checkpoint {name}.")
     by_step = {checkpoints.step_of(path): path for path in checkpoints.complete_checkpoints(run.checkpoints)}
     choice = f"{run.path} has these checkpoint steps: {', '.join(map(str, by_step)) or 'none'}"
-    if name == "last" and by_step:
+    if name is None and (checkpoint := run.checkpoint_of_model()) is not None:
+        return checkpoint
+    if name in ("last", None) and by_step:
         return by_step[max(by_step)]
     if name == "best":
         best = best_evaluation([entry for entry in read_metrics(run.metrics) if entry["step"] in by_step])

@@ -35,6 +35,10 @@ class EvaluationArguments:
     )
     eval_steps: int = free(500, "Steps between validations.", minimum=1)
     max_eval_samples: int | None = free(None, "Evenly spaced windows of one context to score. Default: all.", minimum=1)
+    load_best_model_at_end: bool = free(
+        False,
+        "End with the saved step of the lowest validation loss as the model. --budget sets it if the text repeats.",
+    )
 
 
 def eval_metrics(loss: float, tokens: int, split: Split) -> dict[str, float]:

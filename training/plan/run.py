@@ -12,7 +12,7 @@ from common.errors import UserError, counted, disk_errors
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.backup import Backup
 from training.checkpoints.metrics import read_events
-from training.checkpoints.run_folder import RunArguments, RunFolder, begin, is_checkpoint, run_of
+from training.checkpoints.run_folder import RunArguments, RunFolder, begin, find_checkpoint, is_checkpoint, run_of
 from training.checkpoints.status import record, starts_in_force, write_status
 from training.data.run_data import RunData
 from training.evaluation.sampling import SamplingArguments
@@ -83,6 +83,19 @@ def _write_beginning(run: Run, arguments: RunArguments, config: str, estimate: d
     record(folder.events, "begun" if start.checkpoint is None else "resumed", start.step, **details)
 
 
+def choose_best_model(run: Run) -> None:
+    """Give model/ the weights of the checkpoint with the lowest validation loss."""
+    on_main(run.accelerator, lambda: _choose_model(run, "best"))
+
+
+def _choose_model(run: Run, name: str) -> None:
+    with disk_errors(run.folder.path):
+        checkpoint = find_checkpoint(run.folder.path, name)
+        checkpoints.renew_model(checkpoint, run.folder.model)
+    if (step := checkpoints.step_of(checkpoint)) != run.plan.max_steps:
+        printer(run.accelerator)(f"The model is that of step {step:,}, which has the lowest validation loss.")
+
+
 def print_end(run: Run, step: int, reason: str | None) -> None:
     """Print the next commands. `reason` is why the run stopped after `step` steps, or None if it is finished."""
     say, folder, path = printer(run.accelerator), run.folder, quote(str(run.folder.path))
@@ -104,7 +117,7 @@ def print_end(run: Run, step: int, reason: str | None) -> None:
     )
 
 
-def finish_again(run: Run, optim: OptimArguments) -> None:
+def finish_again(run: Run, optim: OptimArguments, chooses_best: bool) -> None:
     """Complete the files of a finished run, in case it was killed at its very end, and print the next commands. Raise a
     `UserError` if its folder cannot be written."""
     if not run.start.is_own(run.folder):
@@ -112,7 +125,7 @@ def finish_again(run: Run, optim: OptimArguments) -> None:
             f"{run.start.checkpoint} is at step {run.start.step:,} of {run.plan.max_steps:,}, so nothing is left to "
             "train; use a greater --max_steps."
         )
-    on_main(run.accelerator, lambda: _complete(run))
+    on_main(run.accelerator, lambda: _complete(run, chooses_best))
     folder, source = run.folder, str(run.folder.path)
     if stable := folder.newest_step(until=cooldown_start(run.plan.max_steps, optim)):
         source = f"{folder.checkpoints / checkpoints.folder_name(stable)} --output_dir NEW_FOLDER"
@@ -122,10 +135,9 @@ def finish_again(run: Run, optim: OptimArguments) -> None:
     )
 
 
-def _complete(run: Run) -> None:
+def _complete(run: Run, chooses_best: bool) -> None:
     folder, start = run.folder, run.start
-    with disk_errors(folder.path):
-        checkpoints.renew_model(start.checkpoint, folder.model)
+    _choose_model(run, "best" if chooses_best else "last")
     write_status(folder.status, "finished", start.step)
     if run.backup is not None:
         run.backup.begin(start.step, may_replace=False)
