@@ -39,7 +39,8 @@ class PushArguments:
     run: str | None = setting(None, "A run, a checkpoint or a model folder.", needed=("a run", EXAMPLE))
     repo_id: str | None = setting(None, "The repository on the Hub, as user/name.", needed=("a repository", EXAMPLE))
     checkpoint: str | None = setting(
-        None, "Checkpoint of the run: last (the default), best (lowest validation loss of those kept) or a step."
+        None,
+        "Checkpoint of the run: last, best (lowest validation loss of those kept) or a step. Default: that of model/.",
     )
     revisions: bool = setting(False, "Also publish every kept checkpoint as a branch such as step0001000-tokens33M.")
     private: bool = setting(False, "Create a new repository as private.")

@@ -111,8 +111,8 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
                         validation.validate(count, log, guard.stopper.agreed)
                 if logs:
                     pacer.correct(count, log)
-    if guard.reason is None and config.evaluation.load_best_model_at_end:
-        choose_best_model(run)
+        if guard.reason is None and config.evaluation.load_best_model_at_end:
+            choose_best_model(run)
     print_end(run, guard.step, guard.reason)
     return guard.exit_code
 

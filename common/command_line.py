@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get
 
 import yaml
 
-from common import limits
+from common import interrupt, limits
 from common.errors import Problems, UserError
 from common.settings_file import read_yaml
 
@@ -263,7 +263,7 @@ def flag_name(flag: str) -> str:
 
 def run(main: Callable[[list[str]], None]) -> NoReturn:
     """Run a command and exit: 0 when done, 1 with the sentence of a `UserError` and no traceback, 130 after Ctrl-C."""
-    gc.enable()
+    gc.set_threshold(*interrupt.collection)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (None if stdout was closed)

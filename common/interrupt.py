@@ -1,5 +1,5 @@
 """Handle Ctrl-C while a command imports its libraries, which takes seconds: exit code 130 and one word, no traceback.
-Meanwhile, garbage is not collected, because that takes a sixth of the time.
+Meanwhile, garbage is rarely collected, because that takes a sixth of the time.
 
 Each command imports this module first. In other programs, such as tests, it does nothing. `common.command_line.run`
 takes over later.
@@ -11,10 +11,10 @@ import signal
 import sys
 from pathlib import Path
 
+collection = gc.get_threshold()
 _command = Path(getattr(sys.modules["__main__"], "__file__", None) or os.devnull).resolve()
-if _command.is_relative_to(Path(__file__).resolve().parents[1]) and not _command.is_relative_to(
-    sys.prefix
-):  # no .venv/
-    gc.disable()
+_clone, _environment = Path(__file__).resolve().parents[1], Path(sys.prefix).resolve()  # which may be in the clone
+if _command.is_relative_to(_clone) and not _command.is_relative_to(_environment):
+    gc.set_threshold(100_000)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's `&` ignores SIGINT
         signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))

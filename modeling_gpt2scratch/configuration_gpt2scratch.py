@@ -168,7 +168,7 @@ class GPT2ScratchConfig(PreTrainedConfig):
             or kind not in ("default", *SCALED_ROPE)
             or not are_numbers
             or not 1.0 < theta < math.inf
-            or factor < 1.0
+            or not factor >= 1.0
         ):
             problems.append(
                 f"rope_parameters is {rope} but must be {{'rope_type': 'default', 'rope_theta': N}} with a finite N above 1, the "

@@ -142,8 +142,9 @@ def find_models(name: str) -> tuple[list[DemoModel], list[str], list[str]]:
     scores = {entry["step"]: entry for entry in read_metrics(run.metrics) if "eval_loss" in entry}
     models, title = [], run.path.resolve().name
     for folder in dict.fromkeys([path, *complete_checkpoints(run.checkpoints)]):
-        step = step_of(folder) if is_checkpoint(folder) else run.newest_step()
-        facts = [f"step {step:,}"] if step else []  # the step is unknown if the checkpoints were deleted
+        checkpoint = folder if is_checkpoint(folder) else run.checkpoint_of_model()
+        step = checkpoint and step_of(checkpoint)  # None if the checkpoint was deleted
+        facts = [f"step {step:,}"] if step else []
         if step and (entry := scores.get(step)) is not None:
             facts += [f"validation loss {entry['eval_loss']:.2f}", f"{entry['eval_bits_per_byte']:.2f} bits per byte"]
         models.append(DemoModel(f"{title}, {facts.pop(0)}" if is_checkpoint(folder) else title, str(folder), facts))

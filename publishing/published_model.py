@@ -194,7 +194,8 @@ def _harness_results(home: RunFolder, folder: Path) -> list[EvalResult]:
             raise UserError(f"{path} is incomplete or damaged; delete it, or run lm_eval again.") from error
         is_own = model == folder.resolve()
         if is_own_model and model == home.model.resolve():  # with these weights, if they are older than the results
-            is_own = path.stat().st_mtime >= (folder / checkpoints.MANIFEST).stat().st_mtime
+            weights = (folder / checkpoints.MANIFEST, home.model / checkpoints.WEIGHTS)
+            is_own = path.stat().st_mtime >= max(file.stat().st_mtime for file in weights)
         results += entries if is_own else []
     return results
 

@@ -289,6 +289,14 @@ def test_newer_local_files_are_kept_unless_damaged(make, backed_up, tmp_path):
     assert "0.02" in backed_up.config.read_text()
 
 
+def test_the_best_checkpoint_is_restored_with_the_newest(make, backed_up, tmp_path):
+    with (tmp_path / "drive" / "x" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1, "eval_loss": 1}\n')
+    copies, _ = make(backed_up)
+    assert restore(copies) == backed_up.checkpoints / "step_00000002"
+    assert names(backed_up) == ["step_00000001", "step_00000002"]
+
+
 MANIFEST = "manifest.json"
 OUTSIDE = ("../../secret", "/etc/passwd", "a/../../../secret", "C:\\secret", "..\\secret", "link")
 NO_MANIFESTS = (b"", b"[]", b"{}", b'{"files": {}}', b'{"files": {"a": {"size": "x"}}}', b"\xff")

@@ -95,7 +95,7 @@ def read_logs(run: Path, store: TokenStore) -> None:
     events = read_events(run / "events.jsonl")
     starts_in_force(events)
     hours(events, datetime.now(UTC))
-    best_step(run / "metrics.jsonl")
+    best_step(run / "metrics.jsonl", range(100))
     card_of(run)
     report.write_report(RunFolder(run))
     forget_after(run / "metrics.jsonl", 3)

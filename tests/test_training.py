@@ -14,7 +14,7 @@ import train_accelerate
 from conftest import assert_equal, assert_same_run, assert_user_error, flip, metrics, prose, weights
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from publishing.published_model import find_folder
-from training.checkpoints.checkpoint import damage
+from training.checkpoints.checkpoint import damage, prune
 from training.checkpoints.metrics import comparable_loss
 from training.checkpoints.samples import fenced, read_samples
 from training.checkpoints.status import now
@@ -198,6 +198,19 @@ def test_save_total_limit_keeps_the_newest_and_the_best_which_may_become_the_mod
     shutil.rmtree(run / "model")  # as if killed before
     train(run, load_best_model_at_end=True, **settings)
     assert_equal(weights(run), load_file(checkpoints[name] / "model.safetensors"))
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 0, "eval_loss": 0.1}\n')  # better, but not saved
+    prune(run / "checkpoints", 1, run / "metrics.jsonl")
+    assert checkpoints[name].is_dir()
+    (checkpoints[name] / "config.json").unlink()
+    assert_user_error(
+        r"No intact checkpoint has the weights of .*model\. .* steps: \d, 5; name one with", find_folder, run, None
+    )
+    shutil.rmtree(run / "model")
+    capsys.readouterr()
+    train(run, load_best_model_at_end=True, **settings)
+    assert "is damaged: config.json is missing. The model is the last one." in capsys.readouterr().out
+    assert find_folder(run, None).name == "step_00000005"
     assert find_folder(train(tmp_path / "other", **settings), None).name == "step_00000005"
 
 

@@ -34,7 +34,7 @@ from training.plan.memory import Memory
 from training.plan.plan import Plan, cuda_graph_problems, host_memory_problems, steps_of
 from training.plan.resume import ResumePoint, choose_checkpoint, resume_position
 from training.plan.run import Run
-from training.runtime.compilation import SHORT_RUN, is_automatic, pays_off
+from training.runtime.compilation import SHORT_RUN, is_automatic, pays_off, prepare_compiler
 from training.runtime.console import printer
 from training.runtime.device import Setup, decide, without_kernels
 from training.runtime.distributed import on_main
@@ -110,6 +110,8 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     memory, the run in the folder or its checkpoints. Called by every process. Writes only the files that the backup
     restores."""
     say, folder = printer(accelerator), config.run.folder
+    if setup.torch_compile:
+        prepare_compiler()  # its first part takes place while the text is read
     store = open_store(config.recipe, say)
     tokenizer = store.load_tokenizer()
     backup_dir, keep = config.backup.backup_dir, config.checkpoints_kept

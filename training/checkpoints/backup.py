@@ -113,6 +113,7 @@ class Backup:
                     self._restore_files(step_of(checkpoint))
                     self.run.checkpoints.mkdir(exist_ok=True)
                     checkpoints.copy(checkpoint, self.run.checkpoints / checkpoint.name)
+                    self._restore_best()
                     self.say(f"Backup:  {checkpoint.name} is restored from {backup.path}")
                     return self.run.checkpoints / checkpoint.name
                 except DamageError as damage:
@@ -194,6 +195,14 @@ class Backup:
                 self.say(f"Backup:  {self.there.path} is available again, and {name} is in it")
             self.problem, self.copying, self.copied = None, None, name
 
+    def _restore_best(self) -> None:
+        """Restore the best of the earlier checkpoints, too, if it is not damaged: it may become the model of the run."""
+        by_step = {step_of(checkpoint): checkpoint for checkpoint in complete_checkpoints(self.there.checkpoints)}
+        best = by_step.get(best_step(self.run.metrics, by_step))
+        if best is not None and not (self.run.checkpoints / best.name).exists():
+            with suppress(DamageError):
+                checkpoints.copy(best, self.run.checkpoints / best.name)
+
     def _copy(self, checkpoint: Path) -> None:
         backup = self.there.checkpoints
         if not self.is_made:  # created only once: if it is missing later, the drive is gone; keep its mount point empty
@@ -223,7 +232,7 @@ class Backup:
                 discard(path, FILES)
         self.may_replace = False
         checkpoints.sweep(backup)
-        checkpoints.prune(backup, self.limit, best_step(self.run.metrics))
+        checkpoints.prune(backup, self.limit, self.run.metrics)
 
 
 def _copy_files(source: RunFolder, target: RunFolder, protected: Collection[Path] = ()) -> None:

@@ -30,6 +30,7 @@ from common.removal import discard
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from modeling_gpt2scratch.loading import CONFIG, GENERATION, INDEX, OLD_TOKENIZER, SHARDS, TOKENIZER
 from tokenizer.encoding import vocabulary
+from training.checkpoints.metrics import best_step
 from training.data.batches import DataPosition
 from training.step.tensors import OPTIMIZER, STATE_FOLDER, WEIGHTS
 
@@ -172,10 +173,12 @@ def sweep(folder: Path) -> None:
             discard(leftover, FILES)
 
 
-def prune(folder: Path, limit: int | None, best_step: int | None, in_use: Path | None = None) -> None:
+def prune(folder: Path, limit: int | None, metrics: Path, in_use: Path | None = None) -> None:
     """Remove all checkpoints except the newest `limit`, the best, and the one in use, which a later call removes."""
-    for checkpoint in complete_checkpoints(folder)[:-limit] if limit is not None else []:
-        if step_of(checkpoint) != best_step and checkpoint != in_use:
+    by_step = {step_of(checkpoint): checkpoint for checkpoint in complete_checkpoints(folder)}
+    best = best_step(metrics, by_step)
+    for step in sorted(by_step)[:-limit] if limit is not None else []:
+        if step != best and (checkpoint := by_step[step]) != in_use:
             discard(checkpoint, FILES)
 
 

@@ -5,7 +5,7 @@ An invalid line, cut off by a crash or edited by hand, is skipped, so that it ca
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -104,9 +104,9 @@ def has_evaluation(path: Path, step: int) -> bool:
     return any(entry["step"] == step and "eval_loss" in entry for entry in read_metrics(path))
 
 
-def best_step(path: Path) -> int | None:
-    """Return the step with the lowest comparable validation loss, or None without a validation."""
-    return (best_evaluation(read_metrics(path)) or {}).get("step")
+def best_step(path: Path, steps: Collection[int]) -> int | None:
+    """Return the one of `steps` with the lowest comparable validation loss, or None if none of them was validated."""
+    return (best_evaluation([entry for entry in read_metrics(path) if entry["step"] in steps]) or {}).get("step")
 
 
 def best_evaluation(entries: list[dict[str, Any]]) -> dict[str, Any] | None:

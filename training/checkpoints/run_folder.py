@@ -28,7 +28,7 @@ from common.errors import UserError
 from common.limits import free, setting
 from common.removal import MARK, UNFINISHED_MARK, discard, is_known, is_marked, mark, renew
 from training.checkpoints import checkpoint as checkpoints
-from training.checkpoints.metrics import best_evaluation, forget_after, read_events, read_metrics
+from training.checkpoints.metrics import best_step, forget_after, read_events
 from training.checkpoints.samples import forget_samples_after
 from training.checkpoints.status import check_run_format, is_status
 from training.runtime.console import say
@@ -194,15 +194,19 @@ def find_checkpoint(path: Path, name: str | None) -> Path:
         raise UserError(f"{path} is already a checkpoint; remove --checkpoint {name}.")
     by_step = {checkpoints.step_of(path): path for path in checkpoints.complete_checkpoints(run.checkpoints)}
     choice = f"{run.path} has these checkpoint steps: {', '.join(map(str, by_step)) or 'none'}"
-    if name is None and (checkpoint := run.checkpoint_of_model()) is not None:
+    if name is None and (run.model / checkpoints.WEIGHTS).is_file() and by_step:
+        if (checkpoint := run.checkpoint_of_model()) is None:
+            raise UserError(
+                f"No intact checkpoint has the weights of {run.model}. {choice}; name one with --checkpoint."
+            )
         return checkpoint
     if name in ("last", None) and by_step:
         return by_step[max(by_step)]
     if name == "best":
-        best = best_evaluation([entry for entry in read_metrics(run.metrics) if entry["step"] in by_step])
+        best = best_step(run.metrics, by_step)
         if best is None:
             raise UserError(f"{choice}; none of them was validated. Choose one with --checkpoint STEP.")
-        return by_step[best["step"]]
+        return by_step[best]
     if not name.isdecimal() or int(name) not in by_step:
         raise UserError(f"checkpoint is {name}, but {choice}; use one of them, last or best.")
     return by_step[int(name)]

@@ -22,7 +22,6 @@ from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer.store.store import TokenStore
 from training.checkpoints import checkpoint
 from training.checkpoints.backup import Backup
-from training.checkpoints.metrics import best_step
 from training.checkpoints.run_folder import RunFolder, forget_replaced
 from training.checkpoints.status import record, write_status
 from training.runtime.distributed import on_main
@@ -194,7 +193,7 @@ class Saver(AbstractContextManager):
             checkpoint.copy(folder, self.folder.model, model_only=True)
             forget_replaced(self.folder)
             in_use = self.backup.copying if self.backup is not None else None
-            checkpoint.prune(self.folder.checkpoints, self.save_total_limit, best_step(self.folder.metrics), in_use)
+            checkpoint.prune(self.folder.checkpoints, self.save_total_limit, self.folder.metrics, in_use)
         except Exception as error:
             problem = checkpoint.as_os_error(error)
             raise UserError(

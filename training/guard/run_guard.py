@@ -21,7 +21,6 @@ from training.guard.lock import RunLock
 from training.guard.stopping import EXIT_CODES, NOT_SAVED, TICK, Stopper, StoppingArguments
 from training.guard.watchdog import Watchdog, is_of_the_group
 from training.plan.run import Run
-from training.runtime.compilation import prepare_compiler
 from training.runtime.console import printer
 from training.runtime.device import Setup
 from training.runtime.distributed import check_same_command, on_main, start_accelerator, stop_accelerator
@@ -37,8 +36,6 @@ def job(
 ) -> Iterator[tuple[Accelerator, Watchdog]]:
     """Set up and watch the processes of a job inside the `with` block, and lock the folder.
     `settings` must be equal in all processes."""
-    if setup.torch_compile:
-        prepare_compiler()
     accelerator = start_accelerator(setup, trackers, str(folder.path), stopping.ddp_timeout)
     lock = RunLock(folder.path)
     with Watchdog(accelerator.process_index, accelerator.num_processes, stopping.ddp_timeout, folder) as watchdog:

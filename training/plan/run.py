@@ -84,16 +84,21 @@ def _write_beginning(run: Run, arguments: RunArguments, config: str, estimate: d
 
 
 def choose_best_model(run: Run) -> None:
-    """Give model/ the weights of the checkpoint with the lowest validation loss."""
-    on_main(run.accelerator, lambda: _choose_model(run, "best"))
+    """Give model/ the weights of the checkpoint with the lowest validation loss, unless it is damaged."""
+    on_main(run.accelerator, lambda: _choose_best_model(run))
 
 
-def _choose_model(run: Run, name: str) -> None:
+def _choose_best_model(run: Run) -> None:
+    say, best = printer(run.accelerator), find_checkpoint(run.folder.path, "best")
+    if (step := checkpoints.step_of(best)) == run.folder.newest_step():
+        return
     with disk_errors(run.folder.path):
-        checkpoint = find_checkpoint(run.folder.path, name)
-        checkpoints.renew_model(checkpoint, run.folder.model)
-    if (step := checkpoints.step_of(checkpoint)) != run.plan.max_steps:
-        printer(run.accelerator)(f"The model is that of step {step:,}, which has the lowest validation loss.")
+        try:
+            checkpoints.renew_model(best, run.folder.model)
+        except checkpoints.DamageError as damage:
+            say(f"WARNING: {best} has the lowest validation loss, but is damaged: {damage}. The model is the last one.")
+            return
+    say(f"The model is that of step {step:,}, which has the lowest validation loss.")
 
 
 def print_end(run: Run, step: int, reason: str | None) -> None:
@@ -137,7 +142,10 @@ def finish_again(run: Run, optim: OptimArguments, chooses_best: bool) -> None:
 
 def _complete(run: Run, chooses_best: bool) -> None:
     folder, start = run.folder, run.start
-    _choose_model(run, "best" if chooses_best else "last")
+    with disk_errors(folder.path):
+        checkpoints.renew_model(start.checkpoint, folder.model)
+    if chooses_best:
+        _choose_best_model(run)
     write_status(folder.status, "finished", start.step)
     if run.backup is not None:
         run.backup.begin(start.step, may_replace=False)

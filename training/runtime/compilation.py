@@ -144,7 +144,7 @@ def _holder(lock: str) -> str:
     with suppress(OSError, psutil.Error, TypeError):  # not on Linux, or not in this container
         pattern = rf"FLOCK .* (\d+) \S+:{os.stat(lock).st_ino} "
         process = psutil.Process(int(re.search(pattern, Path("/proc/locks").read_text(encoding="utf-8"))[1]))
-        if is_launched() and process.ppid() == os.getppid():
+        if process.pid == os.getpid() or (is_launched() and process.ppid() == os.getppid()):
             return ""
         return f"process {process.pid} of {process.username()} ({' '.join(process.cmdline())[:80]}: {process.status()})"
     return "another process"
