@@ -203,14 +203,15 @@ def test_save_total_limit_keeps_the_newest_and_the_best_which_may_become_the_mod
     prune(run / "checkpoints", 1, run / "metrics.jsonl")
     assert checkpoints[name].is_dir()
     (checkpoints[name] / "config.json").unlink()
-    assert_user_error(
-        r"No intact checkpoint has the weights of .*model\. .* steps: \d, 5; name one with", find_folder, run, None
-    )
+    assert_user_error("is damaged: config.json is missing. Publish another one", find_folder, run, None)
     shutil.rmtree(run / "model")
     capsys.readouterr()
     train(run, load_best_model_at_end=True, **settings)
     assert "is damaged: config.json is missing. The model is the last one." in capsys.readouterr().out
     assert find_folder(run, None).name == "step_00000005"
+    shutil.rmtree(checkpoints[name])
+    (run / "model" / "model.safetensors").write_bytes(b"other")
+    assert_user_error(r"No checkpoint has the weights of .*model\. .* steps: 5; name one with", find_folder, run, None)
     assert find_folder(train(tmp_path / "other", **settings), None).name == "step_00000005"
 
 

@@ -188,17 +188,16 @@ def run_of(path: Path) -> Path:
 
 def find_checkpoint(path: Path, name: str | None) -> Path:
     """Return the checkpoint `name` of the run at `path`: `last`, `best` (lowest validation loss) or a step. None is the
-    checkpoint whose model is the run's, or the last one."""
+    checkpoint with the weights of model/ or, if it cannot be found, a damaged one; without model/, the last."""
     run = RunFolder(run_of(path))
     if is_checkpoint(path):
         raise UserError(f"{path} is already a checkpoint; remove --checkpoint {name}.")
     by_step = {checkpoints.step_of(path): path for path in checkpoints.complete_checkpoints(run.checkpoints)}
     choice = f"{run.path} has these checkpoint steps: {', '.join(map(str, by_step)) or 'none'}"
     if name is None and (run.model / checkpoints.WEIGHTS).is_file() and by_step:
-        if (checkpoint := run.checkpoint_of_model()) is None:
-            raise UserError(
-                f"No intact checkpoint has the weights of {run.model}. {choice}; name one with --checkpoint."
-            )
+        damaged = (path for path in reversed(by_step.values()) if checkpoints.damage(path) is not None)
+        if (checkpoint := run.checkpoint_of_model() or next(damaged, None)) is None:
+            raise UserError(f"No checkpoint has the weights of {run.model}. {choice}; name one with --checkpoint.")
         return checkpoint
     if name in ("last", None) and by_step:
         return by_step[max(by_step)]
