@@ -16,11 +16,8 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": "modeling_gpt2scratch.GPT2ScratchForTokenClassification",
 }
 
-SCALED_ROPE = (
-    "linear",
-    "yarn",
-    "llama3",
-)  # the frequencies of Transformers' other types depend on the length of the input
+# Rotary positions for a longer context. The frequencies of Transformers' other types depend on the length of the input.
+SCALED_ROPE = ("linear", "yarn", "llama3")
 LARGEST = 10**8  # limit for sizes: far above any model, and the product of two fits 64 bits
 
 
@@ -160,16 +157,9 @@ class GPT2ScratchConfig(PreTrainedConfig):
         rope, problems = self.rope_parameters, []
         theta, factor, kind = rope.get("rope_theta"), rope.get("factor", 1.0), rope.get("rope_type")
         are_numbers = isinstance(theta, float | int) and isinstance(factor, float | int)
-        is_whole = rope.keys() == {"rope_type", "rope_theta"} or (
-            kind in SCALED_ROPE and "partial_rotary_factor" not in rope
-        )
-        if (
-            not is_whole
-            or kind not in ("default", *SCALED_ROPE)
-            or not are_numbers
-            or not 1.0 < theta < math.inf
-            or not factor >= 1.0
-        ):
+        is_plain = rope == {"rope_type": "default", "rope_theta": theta}
+        is_scaled = kind in SCALED_ROPE and "partial_rotary_factor" not in rope
+        if not (is_plain or is_scaled) or not are_numbers or not (1.0 < theta < math.inf and factor >= 1.0):
             problems.append(
                 f"rope_parameters is {rope} but must be {{'rope_type': 'default', 'rope_theta': N}} with a finite N above 1, the "
                 f"parameters of {', '.join(SCALED_ROPE)} with a factor of at least 1, or None for learned positions"
