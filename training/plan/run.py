@@ -88,17 +88,19 @@ def choose_best_model(run: Run) -> None:
     on_main(run.accelerator, lambda: _choose_best_model(run))
 
 
-def _choose_best_model(run: Run) -> None:
+def _choose_best_model(run: Run) -> bool:
+    """Return whether model/ has the weights of a checkpoint before the last one."""
     say, best = printer(run.accelerator), find_checkpoint(run.folder.path, "best")
     if (step := checkpoints.step_of(best)) == run.folder.newest_step():
-        return
+        return False
     with disk_errors(run.folder.path):
         try:
             checkpoints.renew_model(best, run.folder.model)
         except checkpoints.DamageError as damage:
             say(f"WARNING: {best} has the lowest validation loss, but is damaged: {damage}. The model is the last one.")
-            return
+            return False
     say(f"The model is that of step {step:,}, which has the lowest validation loss.")
+    return True
 
 
 def print_end(run: Run, step: int, reason: str | None) -> None:
@@ -142,10 +144,9 @@ def finish_again(run: Run, optim: OptimArguments, chooses_best: bool) -> None:
 
 def _complete(run: Run, chooses_best: bool) -> None:
     folder, start = run.folder, run.start
-    with disk_errors(folder.path):
-        checkpoints.renew_model(start.checkpoint, folder.model)
-    if chooses_best:
-        _choose_best_model(run)
+    if not (chooses_best and _choose_best_model(run)):
+        with disk_errors(folder.path):
+            checkpoints.renew_model(start.checkpoint, folder.model)
     write_status(folder.status, "finished", start.step)
     if run.backup is not None:
         run.backup.begin(start.step, may_replace=False)
