@@ -68,9 +68,11 @@ def test_a_validation_whose_compiler_fails_is_not_compiled(capsys):
 
 
 def test_instructions_and_header_of_all_kernels_are_ready_before_a_model_is_traced(tmp_path):
-    """The compiler writes empty libraries and logs its arguments. Only one set of instructions is tried."""
+    """The compiler writes empty libraries and logs its arguments. Only one set of instructions is tried. A header that a killed
+    process left, of which the compiler reads only a part, is compiled again."""
     compiler, log = tmp_path / "compiler.sh", tmp_path / "log"
     script = f'#!/bin/bash\n[ $# = 1 ] && echo g++ 12 && exit\necho "$*" >> {log}\n'
+    script += f'[[ "$*" == *-include* ]] && grep -qsr damaged {tmp_path} --include=*.?ch && exit 1\n'
     script += 'while [ "$1" != -o ]; do shift; done\nexec g++ -shared -x c++ -o "$2" /dev/null\n'
     compiler.write_text(script)
     compiler.chmod(0o755)
@@ -78,12 +80,25 @@ def test_instructions_and_header_of_all_kernels_are_ready_before_a_model_is_trac
     program = "import threading\nfrom training.runtime.compilation import prepare_compiler\nprepare_compiler()\n" + wait
     environment = os.environ | {"CXX": str(compiler), "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, cwd=REPOSITORY)
-    calls = [line.split() for line in log.read_text().splitlines()]
+
+    def begin() -> list[list[str]]:
+        subprocess.run([sys.executable, "-c", program], env=environment, check=True, cwd=REPOSITORY)
+        calls = [line.split() for line in log.read_text().splitlines()]
+        log.unlink()
+        return calls
+
+    calls = begin()
     best = {argument for argument in calls[0] if argument.startswith("-m")}
     assert all(best <= {*call} for call in calls)  # no smaller set was tried
     assert ["c++-header" in call for call in calls].count(True) == 1
     assert "-shared" in calls[-1]  # a kernel
+    (header,) = tmp_path.rglob("*.?ch")
+    header.write_text("damaged")
+    for kernel in tmp_path.rglob("*.main.so"):
+        kernel.unlink()
+    *_, failed, header_again, kernel_again = [call for call in begin() if "-E" not in call]
+    assert ["c++-header" in call for call in (failed, header_again, kernel_again)] == [False, True, False]
+    assert not header.read_bytes().startswith(b"damaged")
 
 
 def test_a_run_names_the_suspended_process_that_locks_the_cache_and_compiles_elsewhere(spawn, store, tmp_path):

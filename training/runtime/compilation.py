@@ -20,7 +20,8 @@ import psutil
 import torch
 import torch._inductor
 from filelock import FileLock, Timeout
-from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.exc import CppCompileError
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch.utils import _filelock
 
 from common.errors import UserError
@@ -121,7 +122,15 @@ def _compile_first_kernel() -> None:
         best = next((isa for isa in cpu_vec_isa.supported_vec_isa_list if set(str(isa).split()) <= names), None)
         if "ATEN_CPU_CAPABILITY" not in os.environ and best:  # builds and loads a library
             cpu_vec_isa.valid_vec_isa_list = lambda: [best]  # which would try all others, too
-        codecache.CppPythonBindingsCodeCache.load_pybinding(["float*"], FIRST_KERNEL)
+        kernels = codecache.CppPythonBindingsCodeCache
+        try:
+            kernels.load_pybinding(["float*"], FIRST_KERNEL)
+        except CppCompileError:  # perhaps because a killed process left a part of a compiled header
+            for header in Path(default_cache_dir(), "precompiled_headers").glob("*.[gp]ch"):
+                header.unlink()
+            codecache._precompile_header.cache_clear()
+            kernels.cache_clear()
+            kernels.load_pybinding(["float*"], FIRST_KERNEL)
 
 
 def _acquire(lock: FileLock) -> object:
