@@ -40,7 +40,7 @@ from training.log.screen import IN_NOTEBOOK
 
 REPOSITORY = Path(__file__).parent
 RECORD = REPOSITORY / "benchmarks" / "results" / "root-model.json"  # facts about the model in this repository
-AT_ONCE = 32  # continuations per batch; GPT-2's keys and values take 75 MB per continuation at full context in fp32
+BATCH_SIZE = 32  # continuations per batch; GPT-2's keys and values take 75 MB per continuation at full context in fp32
 CONTROL = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")  # all but tab and line breaks
 CHAT_HELP = """\
 /reset  forget the conversation     /system TEXT  also set the system message
@@ -101,8 +101,8 @@ def main(arguments: list[str]) -> None:
         continue_texts(model, tokenizer, options.prompt, 1, number, config, write)
         write("\n")
         return
-    for first in range(0, options.num_return_sequences, AT_ONCE):
-        batch = min(AT_ONCE, options.num_return_sequences - first)
+    for start in range(0, options.num_return_sequences, BATCH_SIZE):
+        batch = min(BATCH_SIZE, options.num_return_sequences - start)
         for text in continue_texts(model, tokenizer, options.prompt, batch, number, config):
             write(f"{options.prompt}{text}\n")
 
@@ -199,16 +199,16 @@ def lines(prompt: str) -> Iterator[str]:
 
             typed_text = readline.get_line_buffer
     yield prompt
-    was_cleared = False
+    is_warned = False
     with suppress(EOFError):
         while True:
             try:
                 yield input("\n> " if is_terminal else "")
-                was_cleared = False
+                is_warned = False
             except KeyboardInterrupt:
-                if not is_terminal or (was_cleared and not typed_text()):
+                if not is_terminal or (is_warned and not typed_text()):
                     raise
-                was_cleared = True
+                is_warned = True
                 print("\nCtrl-C again or Ctrl-D ends the chat.", end="")
     print(end="\n" * is_terminal)
 

@@ -65,7 +65,7 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
         # Build: model, optimizer, and batches that are a function of the step.
         batches = TrainBatches(data.train, plan.order, plan.batches, accelerator.process_index, plan.position)
         train_step = build_train_step(
-            plan.model, start.checkpoint, batches, config.optim, run.setup, accelerator, start.pretrained
+            plan.model, start.checkpoint, batches, config.optim, run.setup, accelerator, start.initializer
         )
         if start.state.grad_scaler and accelerator.scaler is not None:
             accelerator.scaler.load_state_dict(start.state.grad_scaler)

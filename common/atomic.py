@@ -80,23 +80,23 @@ def copy_file(source: Path, target: Path) -> str:
 
 
 @contextmanager
-def unfinished_path(path: Path, suffix: str = ".unfinished", known: Iterable[str] = ()) -> Iterator[Path]:
+def unfinished_path(path: Path, suffix: str = ".unfinished", patterns: Iterable[str] = ()) -> Iterator[Path]:
     """Yield a temporary name next to `path` for unfinished work. It is renamed to `path` on success and deleted on
-    failure. `known`: for a folder, patterns of the names of its files (see `discard`); the folder is created."""
+    failure. `patterns`: for a folder, patterns of the names of its files (see `discard`); the folder is created."""
     draft = path.with_name(f".{path.name}{suffix}")
-    discard(draft, known)
+    discard(draft, patterns)
     try:
-        if known:
+        if patterns:
             draft.mkdir()  # no parents: if a drive is unmounted, they would be created on the local disk
         yield draft
         for part in (*draft.glob("*/"), draft):
             fsync_path(part)
-        if known:
-            discard(path, known, replacement=draft)
+        if patterns:
+            discard(path, patterns, replacement=draft)
         else:
             os.replace(draft, path)  # refuses to replace a folder
         fsync_path(path.parent)
     except BaseException:
         with suppress(OSError):  # the first failure is the one to report
-            discard(draft, known)
+            discard(draft, patterns)
         raise

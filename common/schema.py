@@ -12,7 +12,7 @@ from typing import Any, Literal, NewType, NoReturn, Union, get_args, get_origin,
 
 LARGEST = 2**63 - 1
 _hints = functools.cache(get_type_hints)
-Signed = NewType("Signed", int)  # an integer of any sign and size
+SignedInteger = NewType("SignedInteger", int)  # an integer of any sign and size
 SEAL = "sha256"  # key of a file's own hash; older versions did not write it and ignore it
 
 
@@ -44,7 +44,7 @@ def _refuse(constant: str) -> NoReturn:
 
 def build(value: Any, kind: Any, name: str = "it") -> Any:
     """Return a JSON value as a `kind`: a type, a `typing` construct, or a dataclass (from an object or a list).
-    An integer is at least 0, unless `kind` is `Signed`.
+    An integer is at least 0, unless `kind` is `SignedInteger`.
     Raise a `ValueError` if the value has another type; the message names both."""
     origin, parts = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -68,7 +68,7 @@ def build(value: Any, kind: Any, name: str = "it") -> Any:
         _require(value in parts, value, name, " or ".join(map(str, parts)))
     elif kind is int:
         _require(is_int and 0 <= value <= LARGEST, value, name, "a whole number of at least 0")
-    elif kind is Signed:
+    elif kind is SignedInteger:
         _require(is_int, value, name, "a whole number")
     elif kind is float:
         is_finite = isinstance(value, float) and math.isfinite(value)

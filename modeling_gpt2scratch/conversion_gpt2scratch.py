@@ -41,9 +41,9 @@ SHARED_FIELDS = (
     *("tie_word_embeddings", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
 # Fields of GPT2ScratchConfig that a twin may have with other values than the default.
-CONVERTED = {*SHARED_FIELDS, "normalization", "rope_parameters", "attention_scale", "use_bias"}
+TWIN_KEYS = {*SHARED_FIELDS, "normalization", "rope_parameters", "attention_scale", "use_bias"}
 # Options that only GPT2Config has, with the only value that GPT2Scratch supports.
-GPT2_ONLY = {
+GPT2_OPTIONS = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
     "reorder_and_upcast_attn": False,
@@ -59,7 +59,7 @@ APERTUS_FIELDS = (
 # which is also exact.
 XIELU = {"alpha_p": 0.388671875, "alpha_n": -200.0, "beta": 0.0, "eps": -1e-6}
 # GPT-2's Conv1D stores its weight (in, out), nn.Linear (out, in).
-TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+CONV1D_WEIGHTS = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
 # Fields of GPT2ScratchConfig, and their names in a seed checkpoint's config.json.
 SEED_FIELDS = {
@@ -73,7 +73,7 @@ SEED_FIELDS = {
 # Any two of these identify a seed checkpoint: its model_type is missing or "TransformerLanguageModel".
 SEED_ONLY_KEYS = {"embed_dim", "ff_dim", "max_seq_len"}
 SEED_WEIGHTS = "pytorch_model.bin"
-UNFINISHED = ".unfinished"  # folder in which the files are written
+WORK_FOLDER = ".unfinished"  # folder in which the files are written
 SEED_PARAMETERS = {
     "_orig_mod": "",  # prefix in a compiled model
     "blocks": "transformer.h.",
@@ -93,7 +93,7 @@ SEED_PARAMETERS = {
 def scratch_config(gpt2: GPT2Config) -> GPT2ScratchConfig:
     """Return the configuration of the same model. Raise a `ModelError` for GPT-2 options that GPT2Scratch does not
     support."""
-    foreign = [name for name, value in GPT2_ONLY.items() if getattr(gpt2, name) != value]
+    foreign = [name for name, value in GPT2_OPTIONS.items() if getattr(gpt2, name) != value]
     if foreign:
         values = ", ".join(f"{name}={getattr(gpt2, name)}" for name in foreign)
         raise ModelError(f"GPT2Scratch does not support {values}; only the plain GPT-2 architecture can be converted")
@@ -113,15 +113,16 @@ def native_kind(config: GPT2ScratchConfig, to: str = "native") -> str:
     same. Raise a `ModelError` that names the fields and values that the class does not support."""
     best = "apertus" if config.is_modern else "gpt2"
     kind = best if to == "native" else to
-    required = {
+    requirements = {
         "gpt2": {"normalization": "layer_norm", "rope_parameters": None, "attention_scale": None},
         "apertus": {"normalization": "rms_norm", "rope_parameters": config.rope_parameters or "rotary positions"}
         | {"use_bias": False, "activation_function": "relu2"},
     }[kind]
-    required |= {
-        name: getattr(GPT2ScratchConfig, name) for name in sorted(get_annotations(GPT2ScratchConfig).keys() - CONVERTED)
+    requirements |= {
+        name: getattr(GPT2ScratchConfig, name) for name in sorted(get_annotations(GPT2ScratchConfig).keys() - TWIN_KEYS)
     }
-    differences = [f"{name}={getattr(config, name)!r}" for name in required if getattr(config, name) != required[name]]
+    values = {name: getattr(config, name) for name in requirements}
+    differences = [f"{name}={value!r}" for name, value in values.items() if value != requirements[name]]
     if differences and kind != best:
         raise ModelError(f"a {kind} model does not support {', '.join(differences)}; use --to native")
     if differences:
@@ -145,7 +146,7 @@ def to_gpt2(model: GPT2ScratchForCausalLM) -> GPT2LMHeadModel:
     native_kind(model.config, "gpt2")
     fields = {name: getattr(model.config, name) for name in SHARED_FIELDS}
     # n_ctx: required by llama.cpp's converter.
-    config = GPT2Config(**fields, **GPT2_ONLY, n_ctx=model.config.n_positions)
+    config = GPT2Config(**fields, **GPT2_OPTIONS, n_ctx=model.config.n_positions)
     state = _transposed(with_biases(model.state_dict()))
     twin = loading.load_weights(GPT2LMHeadModel, None, config, model.dtype, state_dict=state)
     twin.generation_config = model.generation_config
@@ -252,7 +253,7 @@ def seed_tokenizer(folder: Path) -> PreTrainedTokenizerFast | None:
 def _transposed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return copies of the weights of a GPT-2 in the layout of the other class."""
     return {
-        name: (tensor.t() if name.endswith(TRANSPOSED) else tensor).clone(memory_format=torch.contiguous_format)
+        name: (tensor.t() if name.endswith(CONV1D_WEIGHTS) else tensor).clone(memory_format=torch.contiguous_format)
         for name, tensor in state.items()
     }
 
@@ -272,7 +273,7 @@ def convert(source: str | Path, destination: str | Path, to: str = "gpt2scratch"
     if destination.exists() and not destination.is_dir():
         raise ModelError(f"{destination} is a file; use a new folder.")
     names = {path.name for path in destination.iterdir()} if destination.exists() else set()
-    if UNFINISHED not in names and not all(name.startswith(".") for name in names):
+    if WORK_FOLDER not in names and not all(name.startswith(".") for name in names):
         raise ModelError(f"{destination} is not empty; use a new folder.")
     folder = loading.fetch(source, *TOKENIZER, *OLD_TOKENIZER)
     with loading.one_sentence(source, "cannot be converted"):
@@ -301,7 +302,7 @@ def convert(source: str | Path, destination: str | Path, to: str = "gpt2scratch"
         model = to_native(model, to) if to != "gpt2scratch" else model
     if tokenizer is not None:
         loading.check_tokenizer(source, model, tokenizer)
-    workspace = destination / UNFINISHED  # its name is hidden, so the same command can run again after a kill
+    workspace = destination / WORK_FOLDER  # its name is hidden, so the same command can run again after a kill
     try:
         workspace.mkdir(parents=True, exist_ok=True)
         for path in filter(Path.is_file, workspace.iterdir()):  # left by a killed conversion

@@ -35,7 +35,7 @@ LFS_POINTER = b"version https://git-lfs"
 LAYERS = ("n_layer", "num_hidden_layers", "num_layers", "n_layers")
 MAX_LABELS = 1_000_000
 # Settings of a config.json that make Transformers read other weight files or quantized weights.
-REFUSED = ("quantization_config", "transformers_weights")
+REFUSED_SETTINGS = ("quantization_config", "transformers_weights")
 
 
 class ModelError(ValueError):
@@ -92,8 +92,8 @@ def load_weights(
             for name, size, expectation in sorted(report["mismatched_keys"])
         ]
         if problems:
-            rest = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-            raise ModelError(f"{MISFIT}: {'; '.join(problems[:3])}{rest}")
+            remainder = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+            raise ModelError(f"{MISFIT}: {'; '.join(problems[:3])}{remainder}")
     return model.eval()
 
 
@@ -171,7 +171,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     # Transformers creates a name for each label.
     if isinstance(number := settings.get("num_labels"), int) and number > MAX_LABELS:
         raise ModelError(f"its config.json sets num_labels to {number}, but a language model has no labels")
-    for name in filter(settings.get, REFUSED):
+    for name in filter(settings.get, REFUSED_SETTINGS):
         raise ModelError(f"its config.json sets {name}, which is not supported here")
     return settings
 

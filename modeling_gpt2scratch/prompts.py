@@ -81,7 +81,7 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, st
             raise ModelError("it renders an empty text")
     if not is_masked:
         return encode(tokenizer, text)
-    first_characters, ids = {mask: first for first, mask in masks.items()}, []
+    first_characters, ids = {mask: character for character, mask in masks.items()}, []
     tokenizer = copy.deepcopy(tokenizer)  # for `split_special_tokens`, a flag that other threads would see
     for i, part in enumerate(control.split(text)):  # text, control token, text, ..., text
         ids += encode(tokenizer, part.translate(first_characters), split_special_tokens=i % 2 == 0)

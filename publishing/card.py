@@ -14,13 +14,13 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from modeling_gpt2scratch.conversion_gpt2scratch import native_kind
 from publishing.onnx_file import onnx_config
 from publishing.published_model import PublishedModel, harness_entries
-from publishing.upload import WRITTEN, Repository
+from publishing.upload import SIGNATURE, Repository
 from tokenizer.encoding import encode
 from training.report.report import environment
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Metadata keys that the new card keeps from the card of a model folder, unless a flag replaces them.
-KEPT = ("base_model", "datasets", "language", "license")
+METADATA_KEYS = ("base_model", "datasets", "language", "license")
 NO_LICENSE = "No license was given: ask the author before you use the weights."
 VALIDATION = {"eval_loss": "Loss", "eval_perplexity": "Perplexity", "eval_bits_per_byte": "Bits per byte"}
 
@@ -83,7 +83,7 @@ def model_card(
     variables = {
         "base": "page.md.j2" if release.facts is None else "report.md.j2",
         "release": release,
-        "written": WRITTEN,
+        "written": SIGNATURE,
         "repository": repository,
         "more": f', revision="{repository.branch}"' * bool(repository.branch)
         + ", trust_remote_code=True" * options.has_code,
@@ -159,7 +159,7 @@ def _metadata(release: PublishedModel, repository: Repository, options: FolderAr
         library_name="transformers" if options.has_weights else "transformers.js",
         pipeline_tag="text-generation",
         tags=tags,
-        **{name: values.get(name) or metadata[name] for name in KEPT if values.get(name) or name in metadata},
+        **{name: values.get(name) or metadata[name] for name in METADATA_KEYS if values.get(name) or name in metadata},
         **({"model_name": repository.id.split("/")[1], "eval_results": results} if results else {}),
     )
 

@@ -41,11 +41,11 @@ REPOSITORY = Path(__file__).parent.parent
 SPACE = {f"app{suffix}": f"publishing/demo_page{suffix}" for suffix in (".py", ".css", ".html.j2")}
 # No code of the models is run.
 NAMES = ("__init__", "configuration_gpt2scratch", "modeling_gpt2scratch", "loading", "prompts")
-PACKAGED = ["publishing/__init__.py", "publishing/demo_models.py", *(f"modeling_gpt2scratch/{it}.py" for it in NAMES)]
-SPACE |= {name: name for name in ("common/chat_rendering.py", *PACKAGED)}
+CODE_FILES = ["publishing/__init__.py", "publishing/demo_models.py", *(f"modeling_gpt2scratch/{it}.py" for it in NAMES)]
+SPACE |= {name: name for name in ("common/chat_rendering.py", *CODE_FILES)}
 FILES = (*SPACE, "models.json", "requirements.txt", "README.md", "modeling_gpt2scratch/*.py", "**/*.pyc")
 # A Space installs gradio and Jinja2 by its sdk_version.
-NEEDED = ("torch", "transformers", "accelerate", "safetensors")
+SPACE_PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
 
 
 @dataclass
@@ -110,8 +110,8 @@ def show(names: list[str], port: int | None, share: bool) -> None:
 
     groups, examples, samples = find_all(names)  # before a model is loaded
     with model_errors():
-        for first, *_ in groups:
-            first.load()
+        for entry, *_ in groups:
+            entry.load()
     text = [*samples, examples[0]][0]  # a prompt alone may be one token, which has no loss
     try:
         demo_page.serve(groups, "Language models", examples, text, server_port=port, share=share)
@@ -169,7 +169,7 @@ def publish(options: DemoArguments) -> None:
         from publishing.static_page import write_page  # needs the extra onnx
 
         groups, examples, _ = find_all(options.models)
-        entries = [first for first, *_ in groups]
+        entries = [entry for entry, *_ in groups]
         write_page(entries, folder, title, options.examples or examples, options.onnx, options.cdn)
         write_card(folder, SpaceCardData(title=title, sdk=sdk, short_description="Models that run in your browser"))
     if not space.id:
@@ -195,7 +195,7 @@ def assemble_space(models: list[str], destination: Path, title: str) -> Path:
     (destination / "models.json").write_text(json.dumps({"title": title, "models": models}, indent=2) + "\n")
     setup = ConfigParser()
     setup.read(REPOSITORY / "setup.cfg", encoding="utf-8")
-    requirements = [line for line in setup["options"]["install_requires"].split() if line.startswith(NEEDED)]
+    requirements = [line for line in setup["options"]["install_requires"].split() if line.startswith(SPACE_PACKAGES)]
     (destination / "requirements.txt").write_text("\n".join(requirements) + "\n")
     data = SpaceCardData(
         title=title,

@@ -20,7 +20,7 @@ from modeling_gpt2scratch import loading, prompts
 
 EXAMPLES = ("Once upon a time", "The most important thing", "In the beginning")  # prompts, if a run names none
 MAX_MODELS = 4  # number of cards that fit side by side
-KEPT = 6  # number of loaded models that stay in memory
+CACHE_SIZE = 6  # number of loaded models that stay in memory
 ALL_TOKENS = 10**9
 FILES = (loading.CONFIG, loading.GENERATION, loading.ADAPTER, loading.WEIGHTS, loading.SHARDS, loading.INDEX)
 FILES += (*loading.TOKENIZER, *loading.OLD_TOKENIZER)
@@ -45,7 +45,7 @@ class DemoModel:
         return model, tokenizer
 
 
-@lru_cache(KEPT)
+@lru_cache(CACHE_SIZE)
 def _load(source: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     name, _, revision = ("", "", "") if Path(source).exists() else source.partition("@")
     folder = source
@@ -166,4 +166,4 @@ def difference(first: dict[int, float | None], second: dict[int, float | None]) 
     sums = [dict(zip(losses, accumulate(x or 0.0 for x in losses.values()), strict=True)) for losses in pairs]
     ends = sorted(first.keys() & second.keys())
     changes = pairwise(sums[1][end] - sums[0][end] for end in ends)
-    return dict(zip(ends, [None, *(later - earlier for earlier, later in changes)], strict=False))
+    return dict(zip(ends, [None, *(total - base for base, total in changes)], strict=False))

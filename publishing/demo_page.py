@@ -32,9 +32,9 @@ VISITORS = 4  # number of visitors served at the same time; others wait
 LONGEST_PROMPT = 20_000  # in characters
 STYLE, TEMPLATE = Path(__file__).with_suffix(".css"), Path(__file__).with_suffix(".html.j2")
 PARTS = Template(TEMPLATE.read_text(encoding="utf-8"), autoescape=True).module  # macros that return HTML
-AT_ONCE = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
-QUEUED = AT_ONCE | {"queue": True, "concurrency_limit": VISITORS, "concurrency_id": "models"}
-LOADING = QUEUED | {"concurrency_id": "loading"}  # does not wait for visitors whose texts are being written
+DIRECT_EVENT = {"show_progress": "hidden", "api_visibility": "private", "queue": False}
+QUEUED_EVENT = DIRECT_EVENT | {"queue": True, "concurrency_limit": VISITORS, "concurrency_id": "models"}
+LOADING_EVENT = QUEUED_EVENT | {"concurrency_id": "loading"}  # does not wait for visitors whose texts are being written
 # Shown until the first answer of the server, which may have to finish the texts of other visitors.
 WAIT = """() => document.querySelectorAll(".card > footer, .bar .note, #losses .note").forEach(part => {
     if (part.checkVisibility()) part.textContent = "Waiting ...";
@@ -143,9 +143,9 @@ def continue_tab(models: dict[str, DemoModel], selection: list[str], examples: l
                 start = start_button("Continue")
             controls = sampling()
         answers = gradio.HTML(no_text(selection), elem_id="answers")
-    gradio.on([start.click, prompt.submit], js=WAIT, **AT_ONCE)
-    gradio.on([start.click, prompt.submit], answer, {prompt, picker, *controls.values()}, answers, **QUEUED)
-    picker.change(no_text, picker, answers, **AT_ONCE)
+    gradio.on([start.click, prompt.submit], js=WAIT, **DIRECT_EVENT)
+    gradio.on([start.click, prompt.submit], answer, {prompt, picker, *controls.values()}, answers, **QUEUED_EVENT)
+    picker.change(no_text, picker, answers, **DIRECT_EVENT)
 
 
 def chat_tab(models: dict[str, DemoModel], selection: list[str]) -> None:
@@ -211,15 +211,15 @@ def chat_tab(models: dict[str, DemoModel], selection: list[str]) -> None:
             start = start_button("Send")
         controls = sampling("chat_")
         system = text_box("System message", "", lines=1)
-    picker.change(refusal_note, picker, note, **LOADING)
-    picker.input(stop_writing, **AT_ONCE)
-    tab.select(first_chat_model, picker, picker, **LOADING).then(refusal_note, picker, note, **LOADING)
+    picker.change(refusal_note, picker, note, **LOADING_EVENT)
+    picker.input(stop_writing, **DIRECT_EVENT)
+    tab.select(first_chat_model, picker, picker, **LOADING_EVENT).then(refusal_note, picker, note, **LOADING_EVENT)
     inputs, outputs = {history, message, picker, system, *controls.values()}, [history, talk, message, note]
-    gradio.on([start.click, message.submit, talk.retry], js=WAIT, **AT_ONCE)
-    gradio.on([start.click, message.submit], reply, inputs, outputs, **QUEUED)
-    talk.retry(reply_again, inputs, outputs, **QUEUED)
-    talk.undo(undo, history, outputs, **AT_ONCE)
-    talk.clear(lambda: ([], no_note), None, [history, note], **AT_ONCE)
+    gradio.on([start.click, message.submit, talk.retry], js=WAIT, **DIRECT_EVENT)
+    gradio.on([start.click, message.submit], reply, inputs, outputs, **QUEUED_EVENT)
+    talk.retry(reply_again, inputs, outputs, **QUEUED_EVENT)
+    talk.undo(undo, history, outputs, **DIRECT_EVENT)
+    talk.clear(lambda: ([], no_note), None, [history, note], **DIRECT_EVENT)
 
 
 def loss_tab(models: dict[str, DemoModel], selection: list[str], example: str) -> None:
@@ -240,8 +240,8 @@ def loss_tab(models: dict[str, DemoModel], selection: list[str], example: str) -
                 gradio.HTML(str(PARTS.legend()), elem_classes="examples")
                 start = start_button("Score")
         losses = gradio.HTML(str(PARTS.note(Continuation(state="empty"))), elem_id="losses")
-    gradio.on([start.click, text.submit], js=WAIT, **AT_ONCE)
-    gradio.on([start.click, text.submit], watch, [text, *pickers], losses, **QUEUED)
+    gradio.on([start.click, text.submit], js=WAIT, **DIRECT_EVENT)
+    gradio.on([start.click, text.submit], watch, [text, *pickers], losses, **QUEUED_EVENT)
 
 
 def build(groups: list[list[DemoModel]], title: str, examples: list[str], text: str) -> gradio.Blocks:
@@ -279,7 +279,7 @@ def text_box(label: str, text: str, lines: int = 3) -> gradio.Textbox:
 def start_button(label: str) -> gradio.Button:
     """Return a button. While the model writes, the page shows a second one in its place, which stops it."""
     start = gradio.Button(label, variant="primary", elem_classes="start")
-    gradio.Button("Stop", elem_classes="stop").click(stop_writing, **AT_ONCE)
+    gradio.Button("Stop", elem_classes="stop").click(stop_writing, **DIRECT_EVENT)
     return start
 
 

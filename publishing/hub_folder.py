@@ -21,7 +21,7 @@ from training.checkpoints.run_folder import HUB_FILES
 
 # Only these files are copied: no optimizer state, no logs with paths, no unrelated files.
 CODE = ("configuration_gpt2scratch.py", "modeling_gpt2scratch.py")
-ALLOWED = (WEIGHTS, SHARDS, INDEX, CONFIG, GENERATION, *TOKENIZER, *CODE)
+PUBLIC_FILES = (WEIGHTS, SHARDS, INDEX, CONFIG, GENERATION, *TOKENIZER, *CODE)
 OUR_CODE = Path(configuration_gpt2scratch.__file__).parent
 RELEASED_CODE = Path(__file__).with_name("released_code.txt")  # SHA-256 and name of each version of CODE
 TWIN = "native"  # name of the subfolder with the native twin
@@ -40,7 +40,7 @@ def assemble(
     model, tokenizer, ids = release.model, release.tokenizer, reference.text
     renew(destination, "hub", HUB_FILES)
     if options.has_code:
-        for path in model_files(release.folder, ALLOWED):
+        for path in model_files(release.folder, PUBLIC_FILES):
             shutil.copy(path, destination / path.name)
         if not options.trust_folder_code:
             _write_code(destination)

@@ -28,8 +28,8 @@ def scores(model, windows: dict[str, torch.Tensor]) -> tuple[list[float], list[i
     nats, targets = [], []
     number, context = windows["inputs"].shape
     rows_per_pass = max(1, TOKENS // context)
-    for first in range(0, number, rows_per_pass):
-        rows = {name: tensor[first : first + rows_per_pass] for name, tensor in windows.items()}
+    for start in range(0, number, rows_per_pass):
+        rows = {name: tensor[start : start + rows_per_pass] for name, tensor in windows.items()}
         logits = model(rows["inputs"], position_ids=rows.get("positions"), use_cache=False).logits
         flat = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows["targets"].flatten(), reduction="none")
         nats += flat.view(rows["targets"].shape).sum(1).tolist()

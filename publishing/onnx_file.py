@@ -75,9 +75,9 @@ def write_onnx(
     prompts = ids.flatten().unfold(0, P, 1)[torch.linspace(0, ids.numel() - P, TEXTS).long()]
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": N}
     texts = model.generate(prompts, attention_mask=torch.ones_like(prompts), **options)  # (TEXTS, P + N)
-    scored = ids if reference.windows else texts
-    model_loss = float(np.mean([model(row[None], labels=row[None]).loss.item() for row in scored]))
-    common = {"texts": TEXTS, "tokens": scored[:, 1:].numel(), "model_loss": model_loss}
+    sample = ids if reference.windows else texts
+    model_loss = float(np.mean([model(row[None], labels=row[None]).loss.item() for row in sample]))
+    common = {"texts": TEXTS, "tokens": sample[:, 1:].numel(), "model_loss": model_loss}
     common["is_validation"] = bool(reference.windows)
     (destination / "onnx").mkdir()
     facts = []
@@ -86,7 +86,7 @@ def write_onnx(
         _export(model, paths)
         for kind, path in paths.items():
             try:
-                comparison = _compare(model, path, texts, P, scored)
+                comparison = _compare(model, path, texts, P, sample)
             except Exception as error:  # onnxruntime's own classes have no common base
                 raise UserError(f"onnxruntime cannot run {FILES[kind]}: {error}; publish without ONNX.") from error
             fact = common | {"name": FILES[kind], "kind": kind} | comparison
@@ -107,9 +107,9 @@ def write_onnx(
 
 
 def _compare(
-    model: GPT2ScratchForCausalLM, path: Path, texts: torch.Tensor, P: int, scored: torch.Tensor
+    model: GPT2ScratchForCausalLM, path: Path, texts: torch.Tensor, P: int, sample: torch.Tensor
 ) -> dict[str, float | int]:
-    """Return the loss of an ONNX file on `scored` (B, T), the largest difference of a logit there and
+    """Return the loss of an ONNX file on `sample` (B, T), the largest difference of a logit there and
     on greedy texts (TEXTS, P + N), and the number of texts that it writes, too. Texts are equal, too, if they differ first
     where two tokens are equally likely."""
     from onnxruntime import InferenceSession
@@ -121,7 +121,7 @@ def _compare(
     differs = logits[:, P - 1 : -1].argmax(-1) != texts[:, P:]
     is_tie = gaps.gather(1, differs.float().argmax(1, keepdim=True))[:, 0] < tolerance
     losses, differences = [], [(logits - target).abs().max().item()]
-    for row in scored:
+    for row in sample:
         logits = _logits(session, row, len(row))  # (T, V)
         losses.append(cross_entropy(logits[:-1], row[1:]).item())
         differences.append((logits - model(row[None]).logits[0]).abs().max().item())

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from common.errors import NONSENSE, UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from modeling_gpt2scratch.loading import CONFIG, TOKENIZER, own_file
-from publishing.upload import WRITTEN_LINE
+from publishing.upload import SIGNATURE_PATTERN
 from tokenizer.encoding import vocabulary
 from tokenizer.store.store import TokenStore
 from training.checkpoints import checkpoint as checkpoints
@@ -176,7 +176,7 @@ def read_page(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         metadata = yaml.safe_load(block[1]) if block else None
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"The metadata of {path} is not YAML: {' '.join(str(error).split())}; correct it.") from error
-    sections = sections_of(WRITTEN_LINE.sub("", page[block.end() if block else 0 :]).strip())
+    sections = sections_of(SIGNATURE_PATTERN.sub("", page[block.end() if block else 0 :]).strip())
     sections[""] = re.sub(r"\A# .*\n*", "", sections[""]).strip()
     return metadata if isinstance(metadata, dict) else {}, sections
 

@@ -151,8 +151,8 @@ def chat_parts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
         if rendered("user") == [start, end] and longer == [start, before, after, before, after, end]:
             parts = {"start": start, "before": before, "after": after, "open": end}
             with suppress(Exception):  # some templates refuse system messages
-                opening, first, *others = rendered("system user assistant user")
-                parts |= {"system": [opening, first]} if others == [before, after, end] else {}
+                opening, separator, *remainder = rendered("system user assistant user")
+                parts |= {"system": [opening, separator]} if remainder == [before, after, end] else {}
             return parts
     return None
 

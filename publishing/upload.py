@@ -27,10 +27,10 @@ from training.checkpoints.run_folder import HUB_FILES
 
 TOKENS = "https://huggingface.co/settings/tokens"
 # Line in a model's card. A card on the Hub without this line is not replaced.
-WRITTEN = (
+SIGNATURE = (
     "<!-- Written by push_to_hub.py, which replaces this page at each push. Delete this line to keep your changes. -->"
 )
-WRITTEN_LINE = re.compile("<!-- Written by push_to_hub.py, which .*-->")  # matches the lines of older versions, too
+SIGNATURE_PATTERN = re.compile("<!-- Written by push_to_hub.py, which .*-->")  # also matches lines of older versions
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
         if is_model and "README.md" in names:
             with tempfile.TemporaryDirectory() as cache:
                 card = Path(hub.hf_hub_download(filename="README.md", cache_dir=cache, **on_branch))
-                is_replaceable = WRITTEN_LINE.search(card.read_text(encoding="utf-8", errors="replace"))
+                is_replaceable = SIGNATURE_PATTERN.search(card.read_text(encoding="utf-8", errors="replace"))
             if is_replaceable is None:
                 del paths["README.md"]
                 print(

@@ -17,7 +17,7 @@ import pytest
 from conftest import assert_user_error, wait_until
 from training.checkpoints import backup
 from training.checkpoints.backup import Backup, BackupArguments
-from training.checkpoints.checkpoint import NEEDED, complete_checkpoints, copy, damage, sweep
+from training.checkpoints.checkpoint import REQUIRED_FILES, complete_checkpoints, copy, damage, sweep
 from training.checkpoints.run_folder import RunFolder
 
 
@@ -25,7 +25,7 @@ def write_checkpoint(folder, step: int, size: int = 1000, content: int = 0):
     """Write a folder that is a valid checkpoint for all checks except loading."""
     checkpoint = folder / f"step_{step:08d}"
     files = {}
-    for name in (*NEEDED, "tokenizer.json"):
+    for name in (*REQUIRED_FILES, "tokenizer.json"):
         data = random.Random(f"{step} {content} {name}").randbytes(size)
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         (checkpoint / name).write_bytes(data)

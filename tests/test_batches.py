@@ -18,7 +18,7 @@ from training.data.batches import (
     permute,
     plan_batches,
 )
-from training.data.tokens import IGNORED, Documents, MemoryMap, Tokens
+from training.data.tokens import IGNORE_INDEX, Documents, MemoryMap, Tokens
 
 CPU = torch.device("cpu")
 
@@ -65,8 +65,8 @@ def test_targets_beyond_the_end_are_ignored(tmp_path, n):
     ids = np.arange(100, 100 + n, dtype=np.uint16)
     for tokens in (held(ids), mapped(tmp_path / "val.bin", ids, 200)):
         inputs, targets, _ = tokens.batch(np.array([0, n - 3, n]), 8)
-        expectation = ids[1:9].tolist() + [IGNORED] * (9 - n)
-        assert targets.tolist() == [expectation, [98 + n, 99 + n] + [IGNORED] * 6, [IGNORED] * 8]
+        expectation = ids[1:9].tolist() + [IGNORE_INDEX] * (9 - n)
+        assert targets.tolist() == [expectation, [98 + n, 99 + n] + [IGNORE_INDEX] * 6, [IGNORE_INDEX] * 8]
         assert inputs[1, :3].tolist() == ids[n - 3 :].tolist()
         assert inputs.min() >= 100  # always ids of the vocabulary
 
@@ -115,7 +115,7 @@ def test_batch_positions_continue_beyond_the_end_of_the_text():
     _, targets, result = tokens.batch(np.array([0, 8, 12]), 8)
     assert result.dtype == torch.int64
     assert result.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4], list(range(8))]
-    assert (targets[1] != IGNORED).tolist() == [True] * 3 + [False] * 5
+    assert (targets[1] != IGNORE_INDEX).tolist() == [True] * 3 + [False] * 5
 
 
 def test_positions_of_many_documents_equal_a_loop():

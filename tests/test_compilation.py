@@ -26,7 +26,7 @@ LIBRARY = Path(torch.__file__).parent / "lib" / "libshm.so"  # a small real libr
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(compilation, "LINKING", 0)
+    monkeypatch.setattr(compilation, "LINK_SECONDS", 0)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     content = LIBRARY.read_bytes()
     (table,), sizes = struct.unpack_from("<Q", content, 40), struct.unpack_from("<2H", content, 58)

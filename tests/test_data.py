@@ -53,7 +53,7 @@ def free(monkeypatch):
 def test_placement_depends_on_free_memory(free, choice, n_bytes, device, local_processes, expectation):
     free(ram=200 * GB, gpu=80 * GB)
     placement = choose_placement(choice, n_bytes, device, local_processes)
-    assert (placement.where, placement.reserved) == expectation
+    assert (placement.where, placement.n_bytes) == expectation
 
 
 def test_too_little_memory_is_refused_with_both_sizes(free):

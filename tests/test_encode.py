@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from conftest import assert_user_error, prose
 from tokenizer.encoding import encode, vocabulary
 from tokenizer.encoding.encode import (
-    NOTHING,
+    NO_TOKEN,
     CharacterEncoder,
     RustEncoder,
     WordEncoder,
@@ -83,12 +83,12 @@ def library(rust: Tokenizer, texts: list[str], followed_by: list[int]) -> tuple[
     """Return the ids of `tokenizers`, with the id that follows each text, and the counts."""
     encodings = rust.encode_batch_fast(texts, add_special_tokens=False)
     pairs = zip(encodings, followed_by, strict=True)
-    followed = [[*one.ids, *([next_] if next_ != NOTHING else [])] for one, next_ in pairs]
+    followed = [[*one.ids, *([next_] if next_ != NO_TOKEN else [])] for one, next_ in pairs]
     return [i for ids in followed for i in ids], [len(ids) for ids in followed]
 
 
 def assert_same(encode_, rust: Tokenizer, texts: list[str], followed_by: list[int] | None = None) -> None:
-    followed_by = [NOTHING] * len(texts) if followed_by is None else followed_by
+    followed_by = [NO_TOKEN] * len(texts) if followed_by is None else followed_by
     ids, counts = encode_([text.encode() for text in texts], followed_by)
     expected_ids, expected_counts = library(rust, texts, followed_by)
     assert counts.tolist() == expected_counts
@@ -152,9 +152,9 @@ def test_each_text_is_followed_by_its_own_id(rust, fuzz, kind):
     pick = random.Random(1)
     texts = [pick.choice([text, ""]) for text in fuzz[:3000]]
     for dtype in (np.dtype("<u2"), np.dtype("<u4")):
-        assert_same(kind(rust, dtype), rust, texts, [pick.choice([NOTHING, 0, 1, 2, 899]) for _ in texts])
-        assert_same(kind(rust, dtype), rust, ["", ""], [NOTHING, 0])
-        ids, counts = kind(rust, dtype)([b""], [NOTHING])
+        assert_same(kind(rust, dtype), rust, texts, [pick.choice([NO_TOKEN, 0, 1, 2, 899]) for _ in texts])
+        assert_same(kind(rust, dtype), rust, ["", ""], [NO_TOKEN, 0])
+        ids, counts = kind(rust, dtype)([b""], [NO_TOKEN])
         assert (len(ids), counts.tolist(), ids.dtype, counts.dtype) == (0, [0], dtype, np.int64)
 
 
@@ -225,13 +225,13 @@ def test_other_tokenizers_are_encoded_by_rust(make, fuzz):
     ours = encoder(rust, np.dtype("<u2"))
     assert type(ours) is RustEncoder
     texts = [prose(1, 200), *SCRIPTS.values(), "", *fuzz[:500]]
-    assert_same(ours, rust, texts, [0, 1, NOTHING, 2, 3, 4, 5, 6] + [NOTHING] * 500)
+    assert_same(ours, rust, texts, [0, 1, NO_TOKEN, 2, 3, 4, 5, 6] + [NO_TOKEN] * 500)
 
 
 def test_text_without_a_token_is_refused():
     rust = Tokenizer(models.Unigram([("a", -1.0), ("b", -2.0)]))
     sentence = r"tokenizer cannot encode this text \(.*unknown token.*\); use another token"
-    assert_user_error(sentence, encoder(rust, np.dtype("<u2")), [b"ab", b"c"], [NOTHING, NOTHING])
+    assert_user_error(sentence, encoder(rust, np.dtype("<u2")), [b"ab", b"c"], [NO_TOKEN, NO_TOKEN])
 
 
 def characters_of(text: str) -> Tokenizer:
@@ -243,7 +243,7 @@ def test_character_ids_match_tokenizers(fuzz):
     ours = encoder(rust, np.dtype("<u2"))
     assert type(ours) is CharacterEncoder
     pick = random.Random(2)
-    assert_same(ours, rust, fuzz[:5000], [pick.choice([NOTHING, 0, 7]) for _ in range(5000)])
+    assert_same(ours, rust, fuzz[:5000], [pick.choice([NO_TOKEN, 0, 7]) for _ in range(5000)])
     assert_same(ours, rust, ["", ""])
     few = characters_of("ab雪")
     assert token_bytes(few) == [b"a", b"b", "雪".encode()]
@@ -255,7 +255,7 @@ def test_single_letter_vocabulary_is_not_always_a_character_tokenizer():
     unknown = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))  # has an id for unknown characters
     unknown.pre_tokenizer = each
     assert not encode.is_character(unknown)
-    assert encoder(unknown, np.dtype("<u2"))([b"abc"], [NOTHING])[0].tolist() == [0, 1, 2]
+    assert encoder(unknown, np.dtype("<u2"))([b"abc"], [NO_TOKEN])[0].tolist() == [0, 1, 2]
     rust = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="<unk>"))
     assert not encode.is_character(rust)
     rust.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -4,7 +4,7 @@ import torch._dynamo.testing
 import torch.nn.functional as F  # noqa: N812
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from training.data.tokens import IGNORED
+from training.data.tokens import IGNORE_INDEX
 from training.step.embedding import make_embeddings_deterministic
 from training.step.loss import NextTokenLoss, _nats_of_one_kernel, linear_cross_entropy
 
@@ -17,12 +17,12 @@ def problem(rows: int, width: int, vocabulary: int) -> tuple[torch.Tensor, torch
     states = torch.randn(rows, width, generator=generator, requires_grad=True)
     weight = torch.randn(vocabulary, width, generator=generator, requires_grad=True)
     targets = torch.randint(0, vocabulary, (rows,), generator=generator)
-    targets[::7] = IGNORED
+    targets[::7] = IGNORE_INDEX
     return states, weight, targets
 
 
 def reference(states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy((states @ weight.T).float(), targets, reduction="sum", ignore_index=IGNORED)
+    return F.cross_entropy((states @ weight.T).float(), targets, reduction="sum", ignore_index=IGNORE_INDEX)
 
 
 def gradients(loss, states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor):
@@ -56,8 +56,8 @@ def test_gpu_sum_matches_nll_loss():
     log_probabilities = torch.randn(30, 50).log_softmax(dim=-1)
     log_probabilities[3, 4] = -torch.inf  # not the target token
     targets = torch.arange(30) + 10
-    targets[::7] = IGNORED
-    reference_loss = F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORED)
+    targets[::7] = IGNORE_INDEX
+    reference_loss = F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORE_INDEX)
     torch.testing.assert_close(_nats_of_one_kernel(log_probabilities, targets), reference_loss)
 
 

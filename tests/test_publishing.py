@@ -28,7 +28,7 @@ from publishing import verify
 from publishing.card import FolderArguments, model_card
 from publishing.hub_folder import CODE, OUR_CODE, RELEASED_CODE
 from publishing.published_model import PublishedModel, find_folder
-from publishing.upload import WRITTEN, Repository, published_files, upload
+from publishing.upload import SIGNATURE, Repository, published_files, upload
 from tokenizer.encoding.vocabulary import VocabularyArguments, build
 from training import evaluate
 from training.checkpoints.checkpoint import WEIGHTS
@@ -406,9 +406,9 @@ def test_the_prompt_of_a_card_leaves_room_for_the_generated_text(a_copy, prompt,
 def test_a_card_built_from_a_card_keeps_its_sections_and_has_one_marker(run, tmp_path):
     folder = as_a_folder(run, tmp_path / "again")
     old_sections = "## Example\n\nOne.\n\n## Example\n\nTwo.\n\n## Licence\n\nMIT, by me."
-    (folder / "README.md").write_text(f"---\ntags: [a]\n---\n\n{WRITTEN}\n\n# old\n\n{old_sections}\n")
+    (folder / "README.md").write_text(f"---\ntags: [a]\n---\n\n{SIGNATURE}\n\n# old\n\n{old_sections}\n")
     card = card_of(folder)
-    assert card.count(WRITTEN) == 1
+    assert card.count(SIGNATURE) == 1
     assert "# old" not in card
     assert "## Example\n\nOne.\n\nTwo." in card
     assert "## License\n\nMIT, by me." in card

@@ -46,8 +46,8 @@ def test_a_run_of_the_same_settings_and_text_is_compared_and_others_are_not(fini
 def test_the_reference_of_a_preset_has_its_settings(name):
     head = json.loads((reference.FOLDER / f"{name}.jsonl").read_text().splitlines()[0])["compared"]
     values = read_config(["--config", f"presets/{name}.yaml", "--data", "presets"]).values
-    settings = {setting: str(values[setting]) for setting in reference.COMPARED}
-    assert settings == {setting: head.get(setting, "None") for setting in reference.COMPARED}
+    settings = {setting: str(values[setting]) for setting in reference.COMPARED_SETTINGS}
+    assert settings == {setting: head.get(setting, "None") for setting in reference.COMPARED_SETTINGS}
 
 
 def test_losses_between_validations_are_interpolated_and_silent_beyond_the_curve():

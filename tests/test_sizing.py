@@ -255,7 +255,7 @@ def test_the_length_follows_from_the_measured_speed():
 
 def test_the_law_of_small_models_is_the_fit_of_the_result_file():
     _, choices = benchmark.read(benchmark.PATH)
-    for family, law in scaling.MEASURED.items():
+    for family, law in scaling.POWER_LAWS.items():
         fit = benchmark.law(family, choices)
         assert law == pytest.approx((fit["k"], fit["g"]), rel=1e-3)
         assert tuple(fit["budgets"][:: len(fit["budgets"]) - 1]) == scaling.MEASURED_FLOPS

@@ -291,7 +291,7 @@ def test_a_diverged_loss_ends_the_run_and_keeps_its_checkpoints(train, a_copy, t
 
 
 def test_a_spike_at_the_default_threshold_is_reported_without_a_rollback(train, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(health, "ENOUGH", 8)  # losses, instead of 64
+    monkeypatch.setattr(health, "MIN_LOSSES", 8)  # losses, instead of 64
     monkeypatch.setattr(train_accelerate, "schedule", lambda step, *_: 3000.0 if step == 9 else 0.01)
     run = train(tmp_path / "run", max_steps=12, save_steps=4, eval_strategy="no")
     assert re.search(r"WARNING: .* standard deviations above its mean", capsys.readouterr().out)

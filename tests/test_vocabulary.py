@@ -54,7 +54,7 @@ def encoded(tokenizer, *texts: str) -> list[np.ndarray]:
     rust.no_truncation()
     rust.no_padding()
     encoder = encode.encoder(rust, np.dtype("<u4"))
-    ids, counts = encoder([text.encode() for text in texts], [encode.NOTHING] * len(texts))
+    ids, counts = encoder([text.encode() for text in texts], [encode.NO_TOKEN] * len(texts))
     return np.split(ids, np.cumsum(counts)[:-1])
 
 
@@ -351,5 +351,5 @@ def test_truncation_and_padding_of_an_existing_tokenizer_are_ignored(tmp_path):
     tokenizer.backend_tokenizer.enable_padding(length=8)
     tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     rust = encode.load_rust(tmp_path / "tokenizer.json")
-    ids, counts = encode.encoder(rust, np.dtype("<u2"))([b"hello hellos hello"], [encode.NOTHING])
+    ids, counts = encode.encoder(rust, np.dtype("<u2"))([b"hello hellos hello"], [encode.NO_TOKEN])
     assert (ids.tolist(), counts.tolist()) == ([2, 2, 3, 2], [4])

@@ -19,7 +19,7 @@ from threading import Thread
 
 from torch import distributed, ones
 
-from training.runtime.distributed import MEETING
+from training.runtime.distributed import RENDEZVOUS
 from training.guard.stopping import Stopper, StoppingArguments
 from training.guard import watchdog as module
 from training.checkpoints.saver import THREAD
@@ -29,7 +29,7 @@ module.PATIENCE, module.INTERVAL = 3, 0.5
 rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 log = (folder / f"rank{rank}.log").open("a", buffering=1)
 log.write(f"pid {os.getpid()}\\n")
-distributed.init_process_group("gloo", MEETING, timeout=timedelta(seconds=seconds))
+distributed.init_process_group("gloo", RENDEZVOUS, timeout=timedelta(seconds=seconds))
 
 def finish_saving():
     while not watchdog._store.check(["order"]):

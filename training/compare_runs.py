@@ -23,7 +23,7 @@ from training.report.plots import plot_runs
 from training.report.report import TerminalPage, environment
 
 # Settings without effect on the model.
-NOT_COMPARED = {"hourly_price", "notes", "backup_dir", "report_to", "project", "sample_prompts"}
+IGNORED_SETTINGS = {"hourly_price", "notes", "backup_dir", "report_to", "project", "sample_prompts"}
 
 
 @dataclass
@@ -47,12 +47,12 @@ def main(arguments: list[str]) -> None:
     values: dict[str, set[str]] = {}
     for name, value in (item for summary in runs.values() for item in summary["settings"].items()):
         values.setdefault(name, set()).add(str(value))
-    differing = [name for name in values if len(values[name]) > 1 and name not in NOT_COMPARED]
+    setting_names = [name for name in values if len(values[name]) > 1 and name not in IGNORED_SETTINGS]
     if sys.stdout.isatty():  # narrow: the names of a sweep's runs contain the settings
-        differing = [name for name in differing if not all(f"{name}=" in run_name for run_name in runs)]
+        setting_names = [name for name in setting_names if not all(f"{name}=" in run_name for run_name in runs)]
     is_other_text = len({run["text"] for run in runs.values() if run["last"]}) > 1
     table = environment().get_template("comparison.md.j2")
-    page = table.render(runs=runs, differing=differing, is_other_text=is_other_text)
+    page = table.render(runs=runs, setting_names=setting_names, is_other_text=is_other_text)
     Console().print(TerminalPage(page)) if sys.stdout.isatty() else print(page)
     measure = "eval_bits_per_byte" if is_other_text else "eval_loss"
     with disk_errors(options.output):

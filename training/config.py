@@ -40,18 +40,18 @@ from training.step.optim import OptimArguments, with_defaults
 TEXT_PARTS = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
 TEXT_SETTINGS = {part.name for kind in TEXT_PARTS for part in fields(kind)}
 # A checkpoint records the hashes of text and tokenizer, and its config.json, instead of these settings.
-DERIVED = TEXT_SETTINGS | {part.name for part in fields(ModelArguments)} - MAY_DIFFER
+DERIVED_SETTINGS = TEXT_SETTINGS | {part.name for part in fields(ModelArguments)} - MAY_DIFFER
 MAIN = (  # flags that --help explains
     *("config", "data", "tokenizer", "output_dir", "resume_from_checkpoint", "init_from", "plan", "budget"),
     *("n_layer", "n_embd", "tokens_per_step", "max_steps", "learning_rate"),
 )
 # Settings that --budget and --depth choose, unless they are given.
-CHOSEN = {part.name for kind in (ModelArguments, OptimArguments, LengthArguments) for part in fields(kind)}
+CHOICES = {part.name for kind in (ModelArguments, OptimArguments, LengthArguments) for part in fields(kind)}
 LENGTHS = {part.name for part in fields(LengthArguments)}  # three ways to state one length
-CHOSEN |= {"tokens_per_step", "eval_steps", "max_eval_samples", "save_steps", "save_total_limit", "logging_steps"}
-CHOSEN |= {"load_best_model_at_end"}
+CHOICES |= {"tokens_per_step", "eval_steps", "max_eval_samples", "save_steps", "save_total_limit", "logging_steps"}
+CHOICES |= {"load_best_model_at_end"}
 PRESETS = Path(__file__).parent.parent / "presets"
-QUICKSTART, CONTINUED = PRESETS / "quickstart.yaml", PRESETS / "continued.yaml"
+QUICKSTART, CONTINUATION = PRESETS / "quickstart.yaml", PRESETS / "continued.yaml"
 FILES = {"config", "resume_from_checkpoint"}  # flags that name the file of settings
 # file: named by the command, or of the pretrained model or run that it continues. quickstart: the file that is read
 # otherwise. chosen: by --budget, the optimizer or the data. A setting without a source has its default.
@@ -155,7 +155,8 @@ class TrainConfig:
         effects = {part.name: part.metadata.get("resume") for kind in PARTS for part in fields(kind)}
         if self.budget.budget is not None:  # the length is an estimate until the run corrects it
             effects["max_steps"] = "free"
-        return RunSettings(self.flat(), defaults, effects | dict.fromkeys(DERIVED, "derived"), self.changes.allowed)
+        effects |= dict.fromkeys(DERIVED_SETTINGS, "derived")
+        return RunSettings(self.flat(), defaults, effects, self.changes.allowed)
 
     def problems(self) -> Iterator[str]:
         """Yield the problems that can be found without access to the data or the device."""
@@ -199,7 +200,7 @@ def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lam
     def default_file(flags: dict[str, Any]) -> Path:
         if "resume_from_checkpoint" in flags:
             return run_of(Path(flags["resume_from_checkpoint"])) / CONFIG_FILE
-        return CONTINUED if "init_from" in flags else QUICKSTART
+        return CONTINUATION if "init_from" in flags else QUICKSTART
 
     def build(command: CommandLine) -> TrainConfig:
         config = _decide(_given(command), command)
@@ -263,12 +264,12 @@ def _default_folder(command: CommandLine, config: TrainConfig) -> str:
     return str(Path("runs") / name)
 
 
-def dump_config(config: TrainConfig, only_changed: bool = False) -> str:
+def dump_config(config: TrainConfig, omits_defaults: bool = False) -> str:
     """Return the YAML that `--config` reads back to the same run, with all settings or those that differ from
     defaults."""
     command_settings = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir", "allow_change", "profile"}
     command_settings |= {"plan", "plan_device", "plan_steps", "verbose"}
-    defaults = config.settings.defaults if only_changed else {}
+    defaults = config.settings.defaults if omits_defaults else {}
     content = {
         name: value
         for name, value in config.flat().items()

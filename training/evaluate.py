@@ -175,18 +175,18 @@ class EvaluateArguments:
 
 def main(arguments: list[str]) -> None:
     (options,) = FlagParser((EvaluateArguments,), __doc__.splitlines()[0], positional="model").parse(arguments)
-    chosen = (
+    source = (
         options.model if options.checkpoint is None else str(find_checkpoint(Path(options.model), options.checkpoint))
     )
     tasks = find_tasks(options.tasks, options.trust_task_code) if options.tasks else None
-    folder, *comparisons = map(find_model, (chosen, *options.compare_with))
+    folder, *comparisons = map(find_model, (source, *options.compare_with))
     if len({folder, *comparisons}) <= len(comparisons):
         raise UserError("compare_with names a model twice, or the evaluated model; name each model once.")
     keeps = options.compare or options.compare_with or options.memorization or options.tasks
-    results_folder = evaluated_run(Path(chosen), folder) if keeps else None
+    results_folder = evaluated_run(Path(source), folder) if keeps else None
     for comparison in comparisons:
         vocabulary.load(comparison)  # report a missing file before minutes of scoring
-    store, mask_documents = store_and_masking(chosen, options.data)
+    store, mask_documents = store_and_masking(source, options.data)
     check_store(folder, vocabulary.load(folder), store)
     model = load_own_model(folder)
     model.generation_config = GenerationConfig()  # plain sampling: ignore the model's own settings
@@ -210,7 +210,7 @@ def main(arguments: list[str]) -> None:
     results = {"model": str(folder), "data": str(store.folder)} | scores
     if options.compare or options.compare_with:
         results["panel"] = panel.compare_models(
-            model, chosen, options.compare_with, store, options.compare_documents, accelerator
+            model, source, options.compare_with, store, options.compare_documents, accelerator
         )
     if not accelerator.is_main_process:
         return

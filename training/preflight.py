@@ -133,7 +133,7 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     state = replace(state or TrainState(position, {}), position=position, settings=settings)
     start = ResumePoint(checkpoint, state, changes)
     if checkpoint is None and (source := config.pretrained_source) is not None:
-        start = replace(start, owes_validation=True, pretrained=partial(load_pretrained, source))
+        start = replace(start, owes_validation=True, initializer=partial(load_pretrained, source))
     elif plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, start.step):
         has_it = on_main(accelerator, lambda: has_evaluation(folder.metrics, start.step))
         start = replace(start, owes_validation=start.is_own(folder) and not has_it)
@@ -156,7 +156,7 @@ def make_plan(
     model = model_config(config.model, store.metadata.vocab_size, tokenizer)
     local, n_bytes = processes_of_this_machine(accelerator), bytes_of(store, *SPLITS)
     placement = problems.add_of(choose_placement, [config.data.data_placement, n_bytes, accelerator.device, local])
-    token_bytes = placement.reserved if placement is not None else 0
+    token_bytes = placement.n_bytes if placement is not None else 0
     available = available_memory(accelerator, config.cost.plan_device, token_bytes)
     on_gpu = accelerator.device.type == "cuda" or config.cost.plan_device is not None
     sharded_by = accelerator.num_processes if setup.shards(accelerator) else 1

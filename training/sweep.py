@@ -44,8 +44,8 @@ def main(arguments: list[str]) -> None:
     for pairs in product(*([(name, value) for value in values] for name, values in axes)):
         command = [*flags, *(part for name, value in pairs for part in (f"--{name}", value))]
         commands[",".join(map("=".join, pairs)).replace("/", "_")] = command
-    first = problems.add_of(read_config, [next(iter(commands.values()))])
-    base = Path(options.output_dir or f"{first and first.run.output_dir}-sweep")
+    first_config = problems.add_of(read_config, [next(iter(commands.values()))])
+    base = Path(options.output_dir or f"{first_config and first_config.run.output_dir}-sweep")
     for name, command in commands.items():
         command += ["--output_dir", str(base / name)]
         configs.append(problems.add_of(read_config, [command, check]))

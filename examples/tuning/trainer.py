@@ -98,7 +98,7 @@ def finish(
     before: dict[str, float],
 ) -> None:
     """Write the output folder; print the measurements before and after, and the next commands."""
-    with disk_errors(tuning.folder), unfinished_path(tuning.folder, known=FILES) as unfinished:
+    with disk_errors(tuning.folder), unfinished_path(tuning.folder, patterns=FILES) as unfinished:
         model = save(trainer, tokenizer, tuning, unfinished)
         record = extend_record(tuning, learned, original, unfinished)
         after = learned.measure(model) | original.bits_per_byte(model)

@@ -32,14 +32,14 @@ HEAD_BYTES = 4 << 20  # minimum number of bytes read from the head of other file
 class Estimate:
     sample: TokenStore
     whole: TokenStore  # the sample's store with the estimated token counts of the whole text
-    read: str  # amount of text read, for example 32 of 9,800 MB
+    amount: str  # text that was read, for example 32 of 9,800 MB
     seconds: float  # estimated time to tokenize the whole text
 
 
 class SampledCorpus(Corpus):
     """Evenly spread sample of the files of one input. `size` counts all; `text_sizes`, after `units`, the sample."""
 
-    owed = sample_size = 0.0  # bytes of files so far
+    quota = sample_size = 0.0  # bytes of files so far
 
     def units(self) -> list[Unit]:
         parts = [part for unit in super().units() for part in unit.ranges]
@@ -48,15 +48,15 @@ class SampledCorpus(Corpus):
         return [Unit(1.0, tuple(parts[i : i + number])) for i in range(0, len(parts), number)]
 
     def _ranges(self, file: TextFile) -> list[tuple[int, ByteRange]]:
-        """Return the parts of a file to sample, about `owed` bytes.
+        """Return the parts of a file to sample, about `quota` bytes.
         Plain text and jsonl: chunks, including the first and last. Parquet: rows of row groups. Others: the head."""
-        self.owed += file.size * SAMPLE_BYTES / self.text_size
-        parts = [part for _, part in super()._ranges(file)] if self.owed > 0 else []
+        self.quota += file.size * SAMPLE_BYTES / self.text_size
+        parts = [part for _, part in super()._ranges(file)] if self.quota > 0 else []
         if not parts:
             return []
         part = parts[0]
         is_plain = part.kind in ("text", "jsonl") and not files.is_compressed(part.path)
-        n_bytes = max(self.owed, 2 * CHUNK_BYTES if is_plain else HEAD_BYTES)
+        n_bytes = max(self.quota, 2 * CHUNK_BYTES if is_plain else HEAD_BYTES)
         if n_bytes >= file.size or part.kind == "json":  # a json list cannot be divided
             n_bytes = file.size
         elif part.kind == "parquet":
@@ -71,7 +71,7 @@ class SampledCorpus(Corpus):
             parts = [replace(part, start=at, stop=at + CHUNK_BYTES if at < last_start else None) for at in starts]
         else:
             parts = [replace(part, limit=int(n_bytes))]
-        self.owed, self.sample_size = self.owed - n_bytes, self.sample_size + n_bytes
+        self.quota, self.sample_size = self.quota - n_bytes, self.sample_size + n_bytes
         return [(0, part) for part in parts]
 
 
@@ -83,9 +83,9 @@ def _rows(part: ByteRange, n_bytes: float, size: int) -> tuple[float, list[ByteR
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     target = len(groups) * n_bytes / size
     count = math.ceil(target)
-    chosen, share = [len(groups) * i // count for i in range(count)], target / count
-    chosen_bytes = sum(groups[i].total_byte_size for i in chosen) / sum(group.total_byte_size for group in groups)
-    parts = [replace(part, start=i, stop=i + 1, limit=math.ceil(share * groups[i].num_rows)) for i in chosen]
+    indices, share = [len(groups) * i // count for i in range(count)], target / count
+    chosen_bytes = sum(groups[i].total_byte_size for i in indices) / sum(group.total_byte_size for group in groups)
+    parts = [replace(part, start=i, stop=i + 1, limit=math.ceil(share * groups[i].num_rows)) for i in indices]
     return size * share * chosen_bytes, parts
 
 
@@ -114,7 +114,7 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
             store = builder.finish(is_merge=False)
         except UserError as error:
             raise UserError(f"In a sample of {data}: {str(error).replace(recipe.inputs[0], 'it', 1)}") from error
-        planning, working = times[1] - times[0], time.perf_counter() - times[1]
+        planning_seconds, work_seconds = times[1] - times[0], time.perf_counter() - times[1]
     metadata, counts = store.metadata, store.metadata.counts
     if dataset is None:
         factor = corpus.size / corpus.sample_size
@@ -131,7 +131,7 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
     whole = copy.copy(store)
     train = replace(metadata.train, tokens=round(tokens) - held_out)
     whole.metadata = replace(metadata, train=train, val=replace(metadata.val, tokens=max(1, held_out)))
-    return Estimate(store, whole, amount, planning + factor * working)
+    return Estimate(store, whole, amount, planning_seconds + factor * work_seconds)
 
 
 def _records(dataset: HubDataset) -> int:

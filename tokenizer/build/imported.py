@@ -103,8 +103,8 @@ class ImportedSplit:
         `lengths`: bytes of text per token, (vocab_size,)."""
         n_bytes, dtype = 0, np.dtype(dtype_of(len(lengths))).newbyteorder("<")
         with (folder / tokens_file(split)).open("wb") as file:
-            for first in range(start, stop, BLOCK_TOKENS):
-                block = self.ids[first : min(first + BLOCK_TOKENS, stop)]
+            for position in range(start, stop, BLOCK_TOKENS):
+                block = self.ids[position : min(position + BLOCK_TOKENS, stop)]
                 n_bytes += int(lengths[block].sum())
                 file.write(block.astype(dtype))  # `tofile` does not report why it fails
         ends = self.ends[(self.ends > start) & (self.ends < stop)].tolist()

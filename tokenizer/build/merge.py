@@ -32,7 +32,7 @@ LONG_BYTES = 1 << 20  # a document above this and above the validation share of 
 CUT_REACH = 4 << 20  # bytes around the target position that are searched for the beginning of a line
 BYTES_BETWEEN_RECORDS = 64 << 20
 DEDUP_BYTES = 128 << 20
-DROPPED, TRAIN, VAL, HEAD = range(4)  # destinations of a row; HEAD goes to train, the rest of its document to val
+NOWHERE, TRAIN, VAL, HEAD = range(4)  # destinations of a row; HEAD goes to train, the rest of its document to val
 TARGETS = {"train": (TRAIN, HEAD), "val": (VAL,)}
 
 
@@ -99,7 +99,7 @@ class Merger:
         """Return the progress before merging, with the tails that `_survey` requires.
         Raise a `UserError` for too little text."""
         share = self.settings.validation_fraction
-        tails = [self._tail(n_bytes * share, n_bytes, first, last) for n_bytes, first, last in long]
+        tails = [self._tail(n_bytes * share, n_bytes, *rows) for n_bytes, *rows in long]
         progress = MergeProgress(0, {split: SplitSize() for split in SPLITS}, list(filter(None, tails)), None)
         if self.documents and not is_split and not progress.tails:
             if self.has_validation_split:
@@ -149,26 +149,26 @@ class Merger:
         A long document, as (bytes, first row, last row), exceeds both `LONG_BYTES` and the validation share of all
         text: assigned by its hash, it would leave the validation split without any of its text, or fill it."""
         long, documents, size, tokens = [], 0, 0, np.zeros(2)  # tokens for training and for validation
-        start, first = 0, 0  # bytes before the current document, and its first row
+        start, first_row = 0, 0  # bytes before the current document, and its first row
         for unit in range(len(self.copies)):
             rows = self._rows(unit)
-            chosen = self._chosen(unit, rows, 0)
-            documents += int((rows["ends"] & chosen).sum())
-            tokens += np.bincount(rows["val"][chosen], rows["tokens"][chosen], minlength=2)
-            until = size + np.cumsum(np.where(chosen, rows["bytes"], 0), dtype=np.int64)
+            mask = self._chosen(unit, rows, 0)
+            documents += int((rows["ends"] & mask).sum())
+            tokens += np.bincount(rows["val"][mask], rows["tokens"][mask], minlength=2)
+            until = size + np.cumsum(np.where(mask, rows["bytes"], 0), dtype=np.int64)
             ends = np.flatnonzero(rows["ends"])
             sizes, lasts = np.diff(until[ends], prepend=start), self.first_row[unit] + ends
             for i in np.flatnonzero(sizes > LONG_BYTES).tolist():
-                long.append((int(sizes[i]), int(lasts[i - 1]) + 1 if i else first, int(lasts[i])))
+                long.append((int(sizes[i]), int(lasts[i - 1]) + 1 if i else first_row, int(lasts[i])))
             if len(ends):
-                start, first = int(until[ends[-1]]), int(lasts[-1]) + 1
+                start, first_row = int(until[ends[-1]]), int(lasts[-1]) + 1
             size = int(until[-1]) if len(until) else size
         minimum = self.settings.validation_fraction * size
         is_divided = documents > 1 and not self.has_validation_split
         long = [document for document in long if document[0] > minimum and is_divided]
         return documents, size, bool(tokens.all()), long
 
-    def _tail(self, target: float, size: int, first: int, last_row: int, reach: int = 0) -> Tail | None:
+    def _tail(self, target: float, size: int, first_row: int, last_row: int, reach: int = 0) -> Tail | None:
         """Return about `target` bytes at the end of a text of `size` bytes, or None if there is no place to cut.
         The tail begins at the start of a line or document if there is one in the row or, with `reach`, within `reach`
         bytes; otherwise at the start of a character."""
@@ -183,9 +183,9 @@ class Merger:
                 if rest_bytes + n_bytes >= minimum:
                     cost, tokens, n_head = self._best_cut(unit, row, rows, rest_bytes, size, target)
                     if cost <= best_cost:
-                        best_cost, tail = cost, Tail(first, start + row, tokens, n_head, last_row)
+                        best_cost, tail = cost, Tail(first_row, start + row, tokens, n_head, last_row)
                 rest_bytes += n_bytes
-                if start + row == first or (tail and rest_bytes >= maximum):
+                if start + row == first_row or (tail and rest_bytes >= maximum):
                     return tail
         return tail
 
@@ -266,8 +266,8 @@ class Merger:
         bounds = [0, *(np.flatnonzero(np.diff(block_of_row)) + 1).tolist(), len(rows)]
         digest = xxhash.xxh3_64()
         with part_file(self.work, unit, split).open("rb") as source:
-            for first, stop in itertools.pairwise(bounds):
-                block, places = rows[first:stop], to[first:stop]
+            for start, stop in itertools.pairwise(bounds):
+                block, places = rows[start:stop], to[start:stop]
                 count = int(block["tokens"].sum(dtype=np.int64))
                 ids = np.fromfile(source, dtype=self.dtype, count=count)
                 digest.update(ids)
@@ -276,31 +276,31 @@ class Merger:
                 for target in SPLITS:
                     use = np.isin(places, TARGETS[target])
                     if use.any():
-                        chosen = ids if use.all() else ids[np.repeat(use, block["tokens"])]
-                        self._write(target, block[use], chosen, places[use] == HEAD)
+                        selection = ids if use.all() else ids[np.repeat(use, block["tokens"])]
+                        self._write(target, block[use], selection, places[use] == HEAD)
         self._verify(unit, split, digest.hexdigest())
 
     def _destinations(self, unit: int, source: str, nth: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows in the file `source` of a part, and their destinations in the nth use of the part, (rows,).
         A row in which a tail begins becomes two rows."""
         rows, progress = self._rows(unit), self.progress
-        chosen = self._chosen(unit, rows, nth)
+        mask = self._chosen(unit, rows, nth)
         to = np.where(rows["val"], VAL, TRAIN)
         for tail in [progress.end] if progress.end else progress.tails[::-1]:
             places = np.array([tail.first, tail.cut, tail.last]) - self.first_row[unit]
-            first, row, last_row = np.clip(places, -1, len(rows)).tolist()
-            to[max(first, 0) : max(row, 0)] = TRAIN
+            first_row, row, last_row = np.clip(places, -1, len(rows)).tolist()
+            to[max(first_row, 0) : max(row, 0)] = TRAIN
             to[row + 1 : last_row + 1] = VAL
             if not 0 <= row < len(rows):
                 continue
             to[row] = VAL
             if tail.tokens:
-                rows, chosen, to = (np.insert(array, row, array[row]) for array in (rows, chosen, to))
+                rows, mask, to = (np.insert(array, row, array[row]) for array in (rows, mask, to))
                 rows["tokens"][row : row + 2] = tail.tokens, rows["tokens"][row] - tail.tokens
                 rows["bytes"][row : row + 2] = tail.bytes, rows["bytes"][row] - tail.bytes
                 rows["ends"][row], rows["starts"][row + 1] = True, True
                 to[row] = TRAIN if tail is progress.end else HEAD
-        to[~chosen | ((to == VAL) & (nth > 0))] = DROPPED
+        to[~mask | ((to == VAL) & (nth > 0))] = NOWHERE
         in_file = rows["val"] == (source == "val")
         return rows[in_file], to[in_file]
 

@@ -40,7 +40,7 @@ from tokenizer.encoding.vocabulary import VocabularyArguments
 from tokenizer.store.store import RESUMES, STORE_FILES, TokenStore, dtype_of
 
 # Patterns of the files of unfinished work.
-UNFINISHED = (
+WORK_FILES = (
     *("plan.json*", "merged.json*", "parts/*", "text/*/*.jsonl", MARK),
     *(f"store/{name}" for name in STORE_FILES),
 )
@@ -181,7 +181,7 @@ class StoreBuilder:
 
     def open_finished(self) -> TokenStore:
         if is_marked(self.work, "unfinished"):  # the process was killed before it was deleted
-            discard(self.work, UNFINISHED)
+            discard(self.work, WORK_FILES)
         return open_finished(self.folder, self.recipe.settings(), self.inputs, self.say, self.is_cache)
 
     @cached_property
@@ -201,7 +201,7 @@ class StoreBuilder:
                     f"{self.folder} was started with other text or settings ({changes}); undo the change, or delete "
                     f"{self.work} to start over."
                 )
-        renew(self.work, "unfinished", UNFINISHED)
+        renew(self.work, "unfinished", WORK_FILES)
         plan = self._new_plan()
         plan.write(self.work)
         return plan
@@ -288,7 +288,7 @@ class StoreBuilder:
             head += text[:ESTIMATED_FROM]
         # `encode.encoder` would take longer to start.
         kind = encode.CharacterEncoder if encode.is_character(self.rust) else encode.RustEncoder
-        ids, _ = kind(self.rust, np.dtype("<u4"))([head.encode()], [encode.NOTHING])
+        ids, _ = kind(self.rust, np.dtype("<u4"))([head.encode()], [encode.NO_TOKEN])
         per_byte = itemsize * len(ids) / max(1, len(head.encode()))
         remedy = "make room or name an --output on another disk"
         require_room(self.folder.parent.absolute(), per_byte * size, "The tokens will need about", remedy)
@@ -377,7 +377,7 @@ class StoreBuilder:
         if self.folder.exists():
             self.folder.rmdir()
         self.store.rename(self.folder)
-        discard(self.work, UNFINISHED)
+        discard(self.work, WORK_FILES)
         store = TokenStore(self.folder)
         self.say(report.summary(store, self.is_cache))
         return store
@@ -396,8 +396,8 @@ class StoreBuilder:
         """Return the names of the splits, folders or packages that the validation text comes from."""
         packages: dict[str, str] = {}  # by path of the file
         for entry, files in zip(self.recipe.inputs, self.corpus.files, strict=True):
-            if (named := find(entry)) is not None and named.held_out:
-                text = f"the packages {', '.join(named.held_out)} of {entry}"
+            if (data := find(entry)) is not None and data.held_out:
+                text = f"the packages {', '.join(data.held_out)} of {entry}"
                 packages |= dict.fromkeys((file.path for file in files), text)
         parts = (part for unit in self.plan.units if unit.val for part in unit.ranges)
         copies = f"{self.work / 'text'}/"  # of given datasets

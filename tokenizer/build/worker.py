@@ -51,7 +51,7 @@ class DocumentSettings:
     cleaning: list[str]
     dedup: Literal["no", "exact", "near"]
     validation_fraction: float
-    seed: schema.Signed
+    seed: schema.SignedInteger
     chat_template: str | None
     control_tokens: list[str]
     template_variables: dict[str, str]  # the tokenizer's `bos_token`, `eos_token` and others, for templates
@@ -136,7 +136,7 @@ class UnitProcessor:
         self.lengths = encode.text_lengths(rust)
         self.token_to_id = rust.token_to_id
         self.min_hasher = MinHasher() if self.settings.dedup == "near" else None
-        self.eos = encode.NOTHING if self.settings.eos is None else self.settings.eos
+        self.eos = encode.NO_TOKEN if self.settings.eos is None else self.settings.eos
         ranges = (part for unit in self.units for part in unit.ranges)
         self.heads = {part.path: part for part in ranges if part.start == 0 and part.stop is not None}
 
@@ -148,9 +148,9 @@ class UnitProcessor:
             writer = PartWriter(self, number, files, limit)
             path = None
             for example in stream([self.units[number]], writer.reader):
-                earlier, path = path, example.pop("path")
+                previous_path, path = path, example.pop("path")
                 piece = Piece(**example)
-                if path != earlier and not piece.starts_document:  # the document began in an earlier unit
+                if path != previous_path and not piece.starts_document:  # the document began in an earlier unit
                     writer.begin_document(self._first_piece(path))
                 writer.add(piece)
             return writer.finish()
@@ -175,7 +175,7 @@ class PartWriter:
         self.rows = [np.zeros(0, row_type(KEYS[self.settings.dedup]))]
         self.batch: list[tuple] = []  # text, id that follows, copies, val, starts, ends, keys
         self.batch_bytes = 0
-        self.last_follower = encode.NOTHING
+        self.last_follower = encode.NO_TOKEN
         self.begin_document("")
 
     def begin_document(self, first_piece: str) -> None:
@@ -209,11 +209,11 @@ class PartWriter:
             self.flush()
 
     def _follower(self, piece: Piece) -> int:
-        """Return the id that follows the piece: a chat's control token, the end-of-text token (once), or NOTHING."""
+        """Return the id that follows the piece: a chat's control token, the end-of-text token (once), or NO_TOKEN."""
         if piece.control is not None:
             return self.processor.token_to_id(piece.control)
         if not piece.ends_document or (not piece.text and self.last_follower == self.processor.eos):
-            return encode.NOTHING
+            return encode.NO_TOKEN
         return self.processor.eos
 
     def _keys(self, piece: Piece, text: str, utf8: bytes) -> tuple[int, ...]:
@@ -239,8 +239,8 @@ class PartWriter:
         if self.processor.lengths is not None:
             self.lost_bytes += max(0, self.batch_bytes - int(self.processor.lengths[ids].sum()))
         for split, file in self.files.items():
-            chosen = rows["val"] == (split == "val")
-            chosen_ids = ids if chosen.all() else ids[np.repeat(chosen, counts)]
+            mask = rows["val"] == (split == "val")
+            chosen_ids = ids if mask.all() else ids[np.repeat(mask, counts)]
             file.write(chosen_ids)  # `tofile` does not report why it fails
             self.hashes[split].update(chosen_ids)
             self.tokens[split] += len(chosen_ids)

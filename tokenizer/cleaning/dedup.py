@@ -15,7 +15,7 @@ import numpy as np
 
 from common.errors import UserError
 from common.limits import setting
-from tokenizer.cleaning.characters import UNSPACED
+from tokenizer.cleaning.characters import UNSPACED_SCRIPTS
 
 # FineWeb's values (Penedo et al. 2024, arXiv:2406.17557): 112 hashes of 5-word shingles in 14 bands of 8. Documents
 # with Jaccard similarity s share a band with probability 1 - (1 - s^8)^14: 0.05 at 0.5, 1/2 at 0.685, 0.92 at 0.8,
@@ -114,8 +114,8 @@ def _letters() -> np.ndarray:
         character = chr(code)
         if unicodedata.category(character)[0] in "LMN":
             letters[code] = ord(character.lower()[0])
-    for first, end in UNSPACED:
-        letters[first : end + 1] |= np.where(letters[first : end + 1] > 0, ALONE, 0).astype(np.uint32)
+    for start, end in UNSPACED_SCRIPTS:
+        letters[start : end + 1] |= np.where(letters[start : end + 1] > 0, ALONE, 0).astype(np.uint32)
     return letters
 
 

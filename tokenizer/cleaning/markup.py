@@ -61,7 +61,7 @@ TAGS = re.compile(rf"(?:(?:{TAG})\s*+)++")
 LINE_TAG = re.compile(rf"</?{_any(LINE_ELEMENTS)}[\s/>]")
 CELL_TAG = re.compile(rf"</?{_any(CELL_ELEMENTS)}[\s/>]|>\s")
 # Elements that are removed with their content, as pairs of pattern and end marker.
-ENCLOSED = [(re.compile("<!--.*?--> ?", re.DOTALL), "-->")] + [
+ENCLOSED_ELEMENTS = [(re.compile("<!--.*?--> ?", re.DOTALL), "-->")] + [
     (re.compile(rf"<{name}(?:\s[^<>]*+)?>.*?</{name}> ?", re.DOTALL), f"</{name}>")
     for name in ("script", "SCRIPT", "style", "STYLE")
 ]
@@ -70,7 +70,7 @@ ENCLOSED = [(re.compile("<!--.*?--> ?", re.DOTALL), "-->")] + [
 def remove_markup(text: str) -> str:
     if "<" not in text:
         return text
-    for pattern, marker in ENCLOSED:
+    for pattern, marker in ENCLOSED_ELEMENTS:
         end = text.rfind(marker)
         if end >= 0:  # up to here, every open element also closes, so no search is quadratic
             end += len(marker) + 2  # with the space and the character after it

@@ -74,10 +74,10 @@ class Page:
     def share_of_top_sequence(self, n: int) -> float:
         """Return the share of characters in the most frequent sequence of n words (of several, in the longest)."""
         keys, length = self.sequences(n)
-        _, first, counts = np.unique(keys, return_index=True, return_counts=True)
+        _, positions, counts = np.unique(keys, return_index=True, return_counts=True)
         if counts.max(initial=1) == 1:
             return 0.0  # no repetition; in a short text, a single sequence can be a large share
-        top = first[counts == counts.max()]
+        top = positions[counts == counts.max()]
         return float(counts.max() * (self.ends[top + length] - self.ends[top]).max() / self.ends[-1])
 
     def share_of_repeated_sequences(self, n: int) -> float:

@@ -70,10 +70,10 @@ class ChatTemplate:
         marks: dict[str, str] = {}
 
         def masked_token(match: re.Match) -> str:
-            first = match[0][0]
-            if first not in marks:
-                marks[first] = next(free)
-            return marks[first] + match[0][1:]
+            character = match[0][0]
+            if character not in marks:
+                marks[character] = next(free)
+            return marks[character] + match[0][1:]
 
         for message in chat:
             for name in message:
@@ -86,7 +86,7 @@ class ChatTemplate:
         except Exception as error:  # a template can raise any exception
             raise ValueError(f"the chat template cannot render it: {' '.join(str(error).split())[:200]}") from error
         *parts, tail = self.control.split(result)  # text, token, text, token, ..., text
-        originals = {ord(mark): first for first, mark in marks.items()}
+        originals = {ord(mark): character for character, mark in marks.items()}
         texts = [part.translate(originals) if marks else part for part in (*parts[::2], tail)]
         return list(zip(texts, [*parts[1::2], None], strict=True))
 

@@ -18,7 +18,7 @@ from tokenizer.corpus.chat import ChatTemplate
 from tokenizer.corpus.records import records
 
 PIECE_BYTES = 1 << 20
-LISTED = 20  # number of files that a store names for each problem
+FILES_PER_PROBLEM = 20  # number of files that a store names for each problem
 LONGEST_RUN = 16 << 20  # characters; text without a place to cut stays one piece up to this length
 SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -60,11 +60,11 @@ class Counts:
             self.note("unreadable_files", 1, path, why=str(error).removesuffix(".").removeprefix(f"{path} "))
             self.unreadable_bytes += n_bytes
 
-    def add(self, later: "Counts") -> "Counts":
-        for name, value in vars(later).items():
+    def add(self, counts: "Counts") -> "Counts":
+        for name, value in vars(counts).items():
             if name != "first":
                 setattr(self, name, getattr(self, name) + value)
-        for name, places in later.first.items():  # older versions recorded one path and place
+        for name, places in counts.first.items():  # older versions recorded one path and place
             for path, (number, place) in (places if isinstance(places, dict) else {places[0]: (1, places[1])}).items():
                 self.first.setdefault(name, {}).setdefault(path, [0, place])[0] += number
         return self
@@ -74,7 +74,7 @@ class Counts:
         worst = {}
         for name, places in self.first.items():
             path, (number, place) = max(places.items(), key=lambda item: item[1][0])
-            words = {file: place_words(places[file][1]) for file in [*places][:LISTED]}
+            words = {file: place_words(places[file][1]) for file in [*places][:FILES_PER_PROBLEM]}
             worst[name] = [path, place | {"number": number, "files": words}]
         return worst
 

@@ -19,7 +19,7 @@ from tokenizer.corpus.hub import shortened
 
 COMPARED_RECORDS = 100  # at the beginning of an `IterableDataset`, which has no identity of its own
 SPLITS = ("train", "validation")
-AT_ONCE = 1000  # records
+BATCH_RECORDS = 1000  # records
 FREE_BYTES = 500_000_000  # disk space that a dataset of unknown size leaves
 CHECKED_CHARACTERS = FREE_BYTES // 10  # between two checks; JSON writes a character in up to six bytes
 
@@ -71,7 +71,7 @@ class GivenDataset:
             if column is None or not hasattr(part, "num_rows"):
                 yield from part
                 return
-            for batch in part.select_columns([column]).iter(AT_ONCE):
+            for batch in part.select_columns([column]).iter(BATCH_RECORDS):
                 yield from ({column: value} for value in batch[column])
         except Exception as error:  # of the program that made the dataset
             reason = shortened(error) or type(error).__name__

@@ -136,6 +136,6 @@ class HubDataset:
 
 
 @cache
-def open_dataset(pinned: str) -> HubDataset:
+def open_dataset(name: str) -> HubDataset:
     """Open a dataset by its name, `str(dataset)`, even if a local folder now has the same name."""
-    return HubDataset(**ID.fullmatch(pinned).groupdict())
+    return HubDataset(**ID.fullmatch(name).groupdict())

@@ -63,21 +63,21 @@ def find(entry: str) -> NamedData | None:
 def files_of(entry: str) -> dict[Path, bool] | None:
     """Return the files of a data set that is in installed packages, with whether they are validation text, or None for
     another entry. Raise a `UserError` if the package is not installed."""
-    named = find(entry)
-    if named is None or named.package is None:
+    data = find(entry)
+    if data is None or data.package is None:
         return None
-    files = packages.text_files(named.package, named.files, named.exclude)
+    files = packages.text_files(data.package, data.files, data.exclude)
     if not files:
-        raise UserError(f"{entry} is text of {named.package}, which is not installed: run `{named.install}`.")
-    return {path: not {*named.held_out}.isdisjoint(path.parts) for path in files}
+        raise UserError(f"{entry} is text of {data.package}, which is not installed: run `{data.install}`.")
+    return {path: not {*data.held_out}.isdisjoint(path.parts) for path in files}
 
 
 def licenses(entries: list[str]) -> dict[str, str]:
     """Return the licenses of the packages whose text the entries name, by package and version."""
     licenses = {}
-    for named in map(find, entries):
-        if named is not None and named.package is not None:
-            licenses |= packages.licenses(named.package, named.files, named.exclude)
+    for data in map(find, entries):
+        if data is not None and data.package is not None:
+            licenses |= packages.licenses(data.package, data.files, data.exclude)
     return licenses
 
 
@@ -87,14 +87,14 @@ def names() -> list[str]:
 
 def dataset_of(entry: str) -> HubDataset | None:
     """Return the Hub dataset of a named data set or a Hub id, or None for a local path."""
-    named = find(entry)
-    return named.hub if named is not None else HubDataset.parse(entry)
+    data = find(entry)
+    return data.hub if data is not None else HubDataset.parse(entry)
 
 
 def template_of(entry: str) -> str | None:
     """Return the chat template of a named data set, or None."""
-    named = find(entry)
-    return named and named.chat_template
+    data = find(entry)
+    return data and data.chat_template
 
 
 def listed() -> Iterator[str]:

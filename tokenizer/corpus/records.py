@@ -122,8 +122,8 @@ def _arrow(part: ByteRange) -> Records:
                 return
             if i >= part.start:
                 batch.validate(full=True)  # otherwise a damaged length can end the process
-                chosen = batch.select([part.column]) if part.column else batch
-                yield from ((record, {"record": row + j}) for j, record in enumerate(_rows(chosen), start=1))
+                columns = batch.select([part.column]) if part.column else batch
+                yield from ((record, {"record": row + j}) for j, record in enumerate(_rows(columns), start=1))
             row += batch.num_rows
     except ArrowException as error:
         raise ValueError(error) from error

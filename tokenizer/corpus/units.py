@@ -295,8 +295,8 @@ def kind_of(path: str, text_column: str | None = None) -> str:
     head = head.removeprefix(codecs.BOM_UTF8).strip()
     if re.match(rb'\[\s*["{\]]', head):
         return "json"
-    first, *lines = head.split(b"\n")
-    record = parsed(first) or {}
+    first_line, *lines = head.split(b"\n")
+    record = parsed(first_line) or {}
     columns = {text_column, *TEXT_COLUMNS, *CHAT_COLUMNS}
     return "jsonl" if record and (lines or columns & record.keys()) else "text"
 

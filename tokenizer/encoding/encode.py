@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from common.errors import UserError
 from tokenizer.encoding.words import END, WordSplitter, blocks
 
-NOTHING = -1  # no token follows the text
+NO_TOKEN = -1  # no token follows the text
 TEXT_BYTES = 1024  # of words that are encoded together: the fastest of 256 to 16,000
 REMEMBERED_WORDS, REMEMBERED_IDS = 500_000, 4_000_000  # words and ids in memory, at most about 100 MB
 # Longer words are encoded in overlapping windows: Rust needs 45 bytes of memory per byte, and its time per byte grows
@@ -28,7 +28,7 @@ UNKNOWN = 0xFFFFFFFF
 FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's name of a byte token
 
 
-# An encoder takes texts (UTF-8) and the id that follows each text, or NOTHING. Returns the ids of all texts in one
+# An encoder takes texts (UTF-8) and the id that follows each text, or NO_TOKEN. Returns the ids of all texts in one
 # array, (n,) of the store's dtype, and the number of ids of each text including the id that follows, (texts,) int64.
 Encoder = Callable[[list[bytes], list[int]], tuple[np.ndarray, np.ndarray]]
 
@@ -73,9 +73,9 @@ def has_separate_words(rust: Tokenizer) -> bool:
     """Return whether a BPE uses each token only after the last merge that produces it, and never merges the byte 0xFF,
     which UTF-8 does not contain. Training ensures both."""
     merges = json.loads(rust.to_str())["model"]["merges"]
-    produced = {left + right: rank for rank, (left, right) in enumerate(merges)}
-    is_ordered = all(produced.get(token, -1) < rank for rank, merge in enumerate(merges) for token in merge)
-    return is_ordered and not any(END.decode("latin-1") in token for token in produced)
+    ranks = {"".join(merge): rank for rank, merge in enumerate(merges)}
+    is_ordered = all(ranks.get(token, -1) < rank for rank, merge in enumerate(merges) for token in merge)
+    return is_ordered and not any(END.decode("latin-1") in token for token in ranks)
 
 
 def is_character(rust: Tokenizer) -> bool:
@@ -89,9 +89,9 @@ def is_character(rust: Tokenizer) -> bool:
 
 def has_gpt2_words(rust: Tokenizer) -> bool:
     """Return whether the tokenizer encodes text word by word with GPT-2's pattern."""
-    words, added = rust.pre_tokenizer, rust.get_added_tokens_decoder().values()
+    words, added_tokens = rust.pre_tokenizer, rust.get_added_tokens_decoder().values()
     pattern = isinstance(words, pre_tokenizers.ByteLevel) and words.use_regex and not words.add_prefix_space
-    return pattern and rust.normalizer is None and all(token.special for token in added)
+    return pattern and rust.normalizer is None and all(token.special for token in added_tokens)
 
 
 class WordEncoder:
@@ -124,7 +124,7 @@ class WordEncoder:
         until = np.frombuffer(ids.buffers()[1], dtype=np.int32)[ends + 1] // self.dtype.itemsize  # (texts,) in `ids`
         ids = np.frombuffer(ids.buffers()[2], dtype=self.dtype)
         follower = np.array(followed_by, dtype=np.int64)
-        follows = follower != NOTHING
+        follows = follower != NO_TOKEN
         ids[until[follows] - 1] = follower[follows]
         if not follows.all():
             ids = np.delete(ids, until[~follows] - 1)
@@ -134,9 +134,9 @@ class WordEncoder:
         """Return the ids of words, whose numbers are given, as one Arrow array of binaries."""
         import pyarrow as pa
 
-        first, count = self.first[numbers], self.count[numbers]
-        until = np.cumsum(count, dtype=np.int32)  # (words,) number of ids up to the end of each word
-        places = np.repeat(first - (until - count), count) + np.arange(until[-1], dtype=np.int32)
+        starts, counts = self.first[numbers], self.count[numbers]
+        until = np.cumsum(counts, dtype=np.int32)  # (words,) number of ids up to the end of each word
+        places = np.repeat(starts - (until - counts), counts) + np.arange(until[-1], dtype=np.int32)
         offsets = np.concatenate([np.zeros(1, np.int32), until]) * np.int32(self.dtype.itemsize)
         buffers = [None, pa.py_buffer(offsets), pa.py_buffer(self.pool[places])]
         return pa.Array.from_buffers(pa.binary(), len(numbers), buffers)
@@ -180,14 +180,14 @@ class WordEncoder:
             from_end = self.lengths[ids][::-1].cumsum()[::-1]  # (n,) bytes from each id to the end of the window
             head = int((from_end > OVERLAP).sum())
             middle = start + int(from_end[0] - from_end[head]) if head < len(ids) else stop
-            following = self._window(word, middle, middle + WINDOW)
-            if 0 < head < len(ids) and following[0] == ids[head]:
+            next_ids = self._window(word, middle, middle + WINDOW)
+            if 0 < head < len(ids) and next_ids[0] == ids[head]:
                 windows.append(ids[:head])
-                ids, start, stop = following, middle, middle + WINDOW
+                ids, start, stop = next_ids, middle, middle + WINDOW
             else:
-                stop, first = 2 * stop - start, ids[0]
+                stop, first_id = 2 * stop - start, ids[0]
                 ids = self._window(word, start, stop)
-                if start and ids[0] != first:  # the windows are joined at this id
+                if start and ids[0] != first_id:  # the windows are joined at this id
                     return self._window(word, 0, len(word))
         return np.concatenate([*windows, ids])
 
@@ -239,21 +239,21 @@ class CharacterEncoder:
 
 def _with_followers(ids: np.ndarray, counts: list[int], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
     lengths, follower = np.array(counts, dtype=np.int64), np.array(followed_by, dtype=np.int64)
-    follows = follower != NOTHING
+    follows = follower != NO_TOKEN
     return np.insert(ids, np.cumsum(lengths)[follows], follower[follows].astype(ids.dtype)), lengths + follows
 
 
 def token_bytes(rust: Tokenizer) -> list[bytes]:
     """Return the text of each id in UTF-8. It is empty for special tokens and the unknown token."""
-    added, byte = rust.get_added_tokens_decoder(), byte_level_alphabet().__getitem__
+    added_tokens, byte = rust.get_added_tokens_decoder(), byte_level_alphabet().__getitem__
     byte_level = isinstance(rust.decoder, decoders.ByteLevel)
     unknown, tokens = getattr(rust.model, "unk_token", None), {i: token for token, i in rust.get_vocab().items()}
 
     def of(i: int) -> bytes:
         token = tokens.get(i)
-        if token is None or token == unknown or (i in added and added[i].special):
+        if token is None or token == unknown or (i in added_tokens and added_tokens[i].special):
             return b""
-        if i in added:
+        if i in added_tokens:
             return token.encode()
         if byte_level:
             try:
@@ -261,9 +261,9 @@ def token_bytes(rust: Tokenizer) -> list[bytes]:
             except KeyError:
                 return token.encode()
         # Decode the id twice and use the second text, because many decoders strip the space at the beginning.
-        once, twice = rust.decode([i], skip_special_tokens=False), rust.decode([i, i], skip_special_tokens=False)
+        single, double = rust.decode([i], skip_special_tokens=False), rust.decode([i, i], skip_special_tokens=False)
         fallback = FALLBACK.fullmatch(token)
-        return bytes.fromhex(fallback[1]) if fallback and once != token else twice[len(once) :].encode()
+        return bytes.fromhex(fallback[1]) if fallback and single != token else double[len(single) :].encode()
 
     return [of(i) for i in range(max(tokens) + 1)]
 

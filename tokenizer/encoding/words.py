@@ -84,14 +84,14 @@ class WordSplitter:
         self._split_english_endings(text, classes, begins)
         return np.flatnonzero(begins).astype(np.int32)
 
-    def _settle_code_points(self, text: np.ndarray, first: np.ndarray, classes: np.ndarray) -> None:
-        """Write the classes of all bytes of the code points that begin at `first`, (m,), into `classes`."""
-        lead = text[first].astype(np.uint32)
+    def _settle_code_points(self, text: np.ndarray, starts: np.ndarray, classes: np.ndarray) -> None:
+        """Write the classes of all bytes of the code points that begin at `starts`, (m,), into `classes`."""
+        lead = text[starts].astype(np.uint32)
         length = 2 + (lead >= 0xE0).astype(np.uint8) + (lead >= 0xF0)
         points = np.where(length == 2, lead & 0x1F, np.where(length == 3, lead & 0x0F, lead & 0x07))
         for i in (1, 2, 3):
             has = length > i
-            points[has] = (points[has] << 6) | (text[first[has] + i] & 0x3F)
+            points[has] = (points[has] << 6) | (text[starts[has] + i] & 0x3F)
         kinds = self.classes[points]
         if (kinds == UNKNOWN).any():
             for point in np.unique(points[kinds == UNKNOWN]).tolist():
@@ -99,7 +99,7 @@ class WordSplitter:
             kinds = self.classes[points]
         for i in (0, 1, 2, 3):
             has = length > i
-            classes[first[has] + i] = kinds[has]
+            classes[starts[has] + i] = kinds[has]
 
     def _probed(self, character: str) -> int:
         for probe, kind in (("a", LETTER), ("1", NUMBER), ("!", OTHER)):
@@ -116,8 +116,8 @@ class WordSplitter:
             return
         one, two = text[at + 1], text[at + 2]
         short = np.isin(one, list(b"stmd"))
-        pairs = [(one == first) & (two == second) for first, second in (b"re", b"ve", b"ll")]
-        for chosen, length in ((short, 2), (np.logical_or.reduce(pairs), 3)):
-            begins[at[chosen] + 1] = False
-            ends = at[chosen] + length
+        pairs = [(one == pair[0]) & (two == pair[1]) for pair in (b"re", b"ve", b"ll")]
+        for mask, length in ((short, 2), (np.logical_or.reduce(pairs), 3)):
+            begins[at[mask] + 1] = False
+            ends = at[mask] + length
             begins[ends[classes[ends] == LETTER]] = True

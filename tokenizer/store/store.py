@@ -278,8 +278,8 @@ def _check_metadata(metadata: Metadata) -> None:
         problems[f"it counts {split.tokens} tokens and {split.documents} documents for {name}"] = is_empty
     if metadata.format_version != 1:
         counts = dict(metadata.counts)
-        first = schema.build(counts.pop("first", None), dict[str, tuple[str, dict[str, Any]]], "counts.first")
-        for _, place in first.values():
+        first_places = schema.build(counts.pop("first", None), dict[str, tuple[str, dict[str, Any]]], "counts.first")
+        for _, place in first_places.values():
             schema.build(place.get("files", {}), dict[str, str], "counts.first.files")
         schema.build(counts, dict[str, int], "counts")
         for name in ("documents", "bytes", "blank", "empty_records"):

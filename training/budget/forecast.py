@@ -24,7 +24,7 @@ from tokenizer.store.store import TokenStore
 from training.budget import scaling
 from training.budget.sizing import Sizing, resolve
 from training.budget.throughput import (
-    SCORING,
+    SCORING_COST,
     VALIDATION_GRAPH,
     Throughput,
     assumed_speed,
@@ -51,7 +51,7 @@ MEASURED_SECONDS = 3.0  # at least, of the steps that --plan measures
 FEW_TOKENS = 8192  # tokens per micro-batch; fewer leave a GPU idle between kernels
 RATE_FACTOR = 6  # largest ratio to the usual learning rate, either way
 SLOW_KERNELS = ("math", "efficient")
-MUCH = 0.1  # fraction of the time spent on validation
+VALIDATION_SHARE = 0.1  # fraction of the time spent on validation
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ class Forecast:
     def compiles_validation(self) -> bool:
         """Whether validations are compiled, as a graph of their own."""
         tokens = self.validation_tokens / self.plan.batches.processes
-        flops = tokens * SCORING * flops_per_token(self.plan.model)
+        flops = tokens * SCORING_COST * flops_per_token(self.plan.model)
         return self.plan.memory.setup.torch_compile and pays_off(flops, SHORT_VALIDATION)
 
     @property
     def evaluation_share(self) -> float:
         """Fraction of the time spent on validation."""
-        return SCORING * self.validation_tokens / (SCORING * self.validation_tokens + self.tokens)
+        return SCORING_COST * self.validation_tokens / (SCORING_COST * self.validation_tokens + self.tokens)
 
     @property
     def hours(self) -> float | None:
@@ -165,9 +165,9 @@ def _print_plan(config: TrainConfig, folder: Path) -> None:
     say(describe_forecast(forecast, hardware, estimate, rentals))
 
 
-def times_due(plan: Plan, strategy: str, every: int) -> int:
+def times_due(plan: Plan, strategy: str, interval: int) -> int:
     """Return how often an action with this `strategy` is due in a run. It is always due at the end."""
-    times = {"steps": plan.max_steps / every, "epoch": plan.epoch(plan.max_steps), "no": 1}[strategy]
+    times = {"steps": plan.max_steps / interval, "epoch": plan.epoch(plan.max_steps), "no": 1}[strategy]
     return max(1, math.ceil(times))
 
 
@@ -195,7 +195,7 @@ def describe_forecast(
         "family": "modern" if config.optim.optimizer == "muon" else "gpt2",
         "N": size_of(plan.model).products,
         "scaling": scaling,
-        "chosen": dump_config(config, only_changed=True),
+        "chosen": dump_config(config, omits_defaults=True),
         "checkpoints": checkpoints,
         "free": shutil.disk_usage(parent).free,
         "rates": describe_rates(config.optim, plan.tokens_per_step),
@@ -244,7 +244,7 @@ def advice(forecast: Forecast) -> Iterator[str]:
         yield f"{forecast.tokens / N:.2g} {text}"
     # The last validation scores the whole split in any case.
     share = forecast.evaluation_share * (1 - forecast.store.metadata.val.tokens / forecast.validation_tokens)
-    if share > MUCH:
+    if share > VALIDATION_SHARE:
         yield f"Validations before the last take {share:.0%} of the time; raise eval_steps or set max_eval_samples."
 
 

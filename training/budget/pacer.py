@@ -57,8 +57,8 @@ class Pacer:
         speed = Throughput(plan.tokens_per_step * steps / seconds, "")
         validations = self.forecast.seconds(speed, tokens=0) / plan.max_steps  # seconds of each step
         room = (1 - SPARE) * (self.deadline - time.monotonic())
-        most = self.forecast.sizing.option.most_tokens / plan.tokens_per_step
-        return max(step + 1, int(min(most, step + room / (seconds / steps + validations))))
+        step_limit = self.forecast.sizing.option.most_tokens / plan.tokens_per_step
+        return max(step + 1, int(min(step_limit, step + room / (seconds / steps + validations))))
 
     def _write(self, step: int) -> None:
         write_atomic(self.run.folder.config, self.config_yaml())

@@ -32,7 +32,7 @@ EPOCHS_RULE = Rule("value of repeated tokens", "Muennighoff et al. 2023, equatio
 SMALL_RATIOS = {"gpt2": (2e6, 10.0), "modern": (2e6, 5.0)}
 # (k, g) of bits per byte = k C^-g for the best size at C FLOPs, fitted to runs on the text of the quickstart, and the
 # range of C.
-MEASURED, MEASURED_FLOPS = {"gpt2": (18.42, 0.0812), "modern": (67.35, 0.1283)}, (5e12, 6e13)
+POWER_LAWS, MEASURED_FLOPS = {"gpt2": (18.42, 0.0812), "modern": (67.35, 0.1283)}, (5e12, 6e13)
 # Measured here for texts of 0.07 to 0.5 million tokens (docs/small_data.md): epochs, after which the loss on new text
 # rises; the largest model, in parameters in matrix products per token of the text.
 MOST_EPOCHS, MOST_PARAMETERS = 8, 10
@@ -138,7 +138,7 @@ def expected_loss(family: str, parameters: float, tokens: float) -> tuple[float,
 
 def measured_bits_per_byte(family: str, flops: float) -> tuple[float, float] | None:
     """Return the lowest and highest bits per byte on the text of the quickstart, 5% below and above the law of
-    `MEASURED`, or None outside of its range."""
-    (k, g), (lowest, highest) = MEASURED[family], MEASURED_FLOPS
+    `POWER_LAWS`, or None outside of its range."""
+    (k, g), (lowest, highest) = POWER_LAWS[family], MEASURED_FLOPS
     bits = k * flops**-g
     return (0.95 * bits, 1.05 * bits) if lowest <= flops <= highest else None

@@ -20,7 +20,7 @@ from training.budget.throughput import Throughput, assumed_speed, measure_speed,
 from training.checkpoints.backup import earlier_run
 from training.checkpoints.metrics import read_events
 from training.checkpoints.status import hours
-from training.config import CHOSEN, LENGTHS, PRESETS, TrainConfig
+from training.config import CHOICES, LENGTHS, PRESETS, TrainConfig
 from training.data.run_data import open_store
 from training.log.speed import flops_per_token
 from training.preflight import available_memory, make_plan
@@ -28,7 +28,7 @@ from training.runtime.budget import price_of
 from training.runtime.console import printer
 from training.runtime.device import Setup
 from training.runtime.distributed import on_main
-from training.runtime.hardware import FILLS_A_GPU, MFU_OF_OTHERS, RENTALS, device_name, peak_flops, reported_mfu
+from training.runtime.hardware import DEFAULT_MFU, FILLS_A_GPU, RENTALS, device_name, peak_flops, reported_mfu
 from training.runtime.restart import restarted
 from training.step.model import ModelArguments, model_config
 from training.step.optim import OptimArguments, with_defaults
@@ -80,8 +80,8 @@ class Option:
         relative to the first."""
         pairs, amounts = [], (self.tokens, self.tokens - self.unique)
         for scale in scaling.repeat_scales(self.unique):
-            worth, before_last = (scaling.effective(amount, self.unique, scale) for amount in amounts)
-            pairs.append((worth, (worth - before_last) / self.unique))
+            worth, previous_worth = (scaling.effective(amount, self.unique, scale) for amount in amounts)
+            pairs.append((worth, (worth - previous_worth) / self.unique))
         return pairs
 
     @property
@@ -138,10 +138,10 @@ def resolve(
     """
     if not config.budget.chooses:
         return _shortened(config, accelerator, stores), None
-    (earlier, events), values = on_main(accelerator, lambda: _earlier(config)), {}
-    repeats = config.budget.budget is not None and earlier.get("budget") == config.budget.budget
+    (earlier_settings, events), values = on_main(accelerator, lambda: _earlier(config)), {}
+    repeats = config.budget.budget is not None and earlier_settings.get("budget") == config.budget.budget
     if repeats:
-        values = {name: earlier[name] for name in CHOSEN & earlier.keys() - (config.given - LENGTHS)}
+        values = {name: earlier_settings[name] for name in CHOICES & earlier_settings.keys() - (config.given - LENGTHS)}
         config = config.with_settings(values, "file")
     if "max_steps" in values:
         return config.with_settings(dict.fromkeys(LENGTHS - {"max_steps"})), None
@@ -149,7 +149,7 @@ def resolve(
         return config, None
     continues = repeats or config.run.resume_from_checkpoint is not None
     if continues and "weight_average" not in config.given:  # the moments of another choice would not fit
-        config = config.with_settings({"weight_average": earlier.get("weight_average")}, "file")
+        config = config.with_settings({"weight_average": earlier_settings.get("weight_average")}, "file")
     start = time.monotonic()
     stores = stores or 2 * [open_store(config.recipe, printer(accelerator))]
     tokenization = time.monotonic() - start
@@ -184,7 +184,7 @@ class Sizer:
         self, config: TrainConfig, store: TokenStore, sample: TokenStore, accelerator: Accelerator, setup: Setup
     ):
         self.config, self.store, self.sample, self.accelerator, self.setup = config, store, sample, accelerator, setup
-        self.given = {name: value for name, value in config.flat().items() if name in CHOSEN & config.given}
+        self.given = {name: value for name, value in config.flat().items() if name in CHOICES & config.given}
         has_model = "n_layer" in config.given - config.flags  # in its file
         default = "gpt2" if has_model and config.optim.optimizer == "adamw" else "modern"
         self.family = config.budget.family or default
@@ -256,11 +256,11 @@ class Sizer:
         else:
             parameters = size_of(model).products
             longest = tokens = self._length(0) or scaling.best_ratio(self.family, parameters) * parameters
-        most = math.inf if LENGTHS & self.config.flags else scaling.MOST_EPOCHS * self.unique
-        batch = self._batch(model, max(1, min(tokens, self._length(0) or most)))
+        maximum = math.inf if LENGTHS & self.config.flags else scaling.MOST_EPOCHS * self.unique
+        batch = self._batch(model, max(1, min(tokens, self._length(0) or maximum)))
         limit = self._length(batch)
-        most = min(most, limit or math.inf)
-        steps, most_steps = (int(min(number, most) / batch) for number in (tokens, longest))
+        maximum = min(maximum, limit or math.inf)
+        steps, most_steps = (int(min(number, maximum) / batch) for number in (tokens, longest))
         if steps < 1:
             return None
         settings = self._settings(depth, batch, steps, math.ceil(most_steps / VALIDATIONS)) | {"max_steps": steps}
@@ -269,7 +269,7 @@ class Sizer:
         if self.left is not None:
             seconds = self._seconds(model, steps * batch, math.ceil(steps / settings["eval_steps"]))
             settings["max_train_tokens"] = limit and int(limit)  # for a resumed run, while its length is an estimate
-        return Option(settings, model, steps * batch, most, self.unique, self.family, seconds)
+        return Option(settings, model, steps * batch, maximum, self.unique, self.family, seconds)
 
     def _batch(self, model: GPT2ScratchConfig, tokens: float) -> int:
         """Return the tokens per step of a run that trains on `tokens`."""
@@ -293,14 +293,14 @@ class Sizer:
         }
         return fill([ModelArguments], shape | self.given)[0]
 
-    def _settings(self, depth: int, batch: int, steps: int, every: int) -> dict[str, Any]:
-        """Return the settings of a run with a validation and a checkpoint `every` so many steps: also those of model,
+    def _settings(self, depth: int, batch: int, steps: int, interval: int) -> dict[str, Any]:
+        """Return the settings of a run with a validation and a checkpoint every `interval` steps: also those of model,
         batch, rates and schedule."""
         model = self._arguments(depth)
         settings = self.architecture | {
             "tokens_per_step": batch,
-            "eval_steps": every,
-            "save_steps": every,
+            "eval_steps": interval,
+            "save_steps": interval,
             "save_total_limit": VALIDATIONS - 1,
             "max_eval_samples": max(1, SCORED_TOKENS // model.n_positions),
             "logging_steps": max(1, min(50, steps // 50)),
@@ -339,7 +339,7 @@ class Sizer:
         plan_device, processes = self.config.cost.plan_device, self.accelerator.num_processes
         device = RENTALS[plan_device].datasheet if plan_device else device_name(self.accelerator.device)
         peak = peak_flops(device, self.setup.mixed_precision)
-        _, usual, _ = reported_mfu(device) or MFU_OF_OTHERS
+        _, usual, _ = reported_mfu(device) or DEFAULT_MFU
         self.flops = processes * (usual * peak if peak else GUESSES.get(self.accelerator.device.type, 3e12))
         option = self._best(1.0)
         if option is not None and (speed := assumed_speed(device, option.model, self.setup.mixed_precision, processes)):
@@ -393,5 +393,5 @@ def _earlier(config: TrainConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]
 def seconds_spent(events: list[dict[str, Any]]) -> float:
     """Return the seconds since the start of this process, and of the earlier processes with these events."""
     start = psutil.Process().create_time()
-    earlier = [event for event in events if datetime.fromisoformat(event["time"]).timestamp() < start]
-    return time.time() - start + 3600 * hours(earlier)
+    earlier_events = [event for event in events if datetime.fromisoformat(event["time"]).timestamp() < start]
+    return time.time() - start + 3600 * hours(earlier_events)

@@ -18,20 +18,20 @@ from training.log.speed import Speed, flops_per_token, peak_memory
 from training.plan.plan import Plan
 from training.runtime.device import Setup
 from training.runtime.distributed import on_main
-from training.runtime.hardware import FILLS_A_GPU, MFU_OF_OTHERS, peak_flops, reported_mfu
+from training.runtime.hardware import DEFAULT_MFU, FILLS_A_GPU, peak_flops, reported_mfu
 from training.step.optim import step_work
 from training.step.size import size_of
 from training.step.train_step import build_train_step
 
 VALIDATION_GRAPH = 0.4  # time to compile the validation, as a fraction of the time until the first step (quickstart)
-SCORING = 1 / 3  # cost of scoring a token in a validation, as a fraction of training on it: only the forward pass
+SCORING_COST = 1 / 3  # cost of scoring a token in a validation, as a fraction of training on it: only the forward pass
 AFTER_VALIDATION = 1.0  # seconds of samples, plots and a checkpoint after each validation, measured for the quickstart
 WARM = 3  # steps after the first that allocate memory
 PROBE_FLOPS = 1e11  # of a micro-batch on a CPU, for each thread: a second or two
 PROBE_TOKENS = 4096  # of a micro-batch on a CPU, where more are hardly faster
 PROBE_CONTEXT = 1024  # longest of a model that is measured in place of a larger one
 PROBE_WIDTH = 128  # smallest of such a model
-REPORTING = 50_000_000  # bytes of code that a run loads for sampling and plots
+REPORTING_BYTES = 50_000_000  # bytes of code that a run loads for sampling and plots
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Throughput:
     def seconds(self, tokens: float, validations: float, validation_tokens: float) -> float:
         """Return the seconds of a run that trains on `tokens` and scores `validation_tokens` in its `validations`,
         which also write samples, plots and checkpoints."""
-        training = (tokens + SCORING * validation_tokens) / self.tokens_per_second
+        training = (tokens + SCORING_COST * validation_tokens) / self.tokens_per_second
         return self.startup + AFTER_VALIDATION * validations + training
 
 
@@ -102,7 +102,7 @@ def measure_speed(
     if (model, micro) == (plan.model, plan.batches.micro_batch):
         peak = peak_memory(accelerator.device)
         if not plan.memory.on_gpu:  # these steps do not save, sample or plot
-            peak += plan.memory.fixed()["checkpoint copy"] + REPORTING
+            peak += plan.memory.fixed()["checkpoint copy"] + REPORTING_BYTES
     if number > 1 or model != plan.model:
         batches.plan = replace(single, accumulation=2)
         accelerator.gradient_accumulation_steps, accelerator.step = 2, 0
@@ -144,7 +144,7 @@ def assumed_speed(device: str, model: GPT2ScratchConfig, mixed_precision: str, d
     if peak is None or size_of(model).products < FILLS_A_GPU:
         return None
     at_peak = peak * devices / flops_per_token(model)
-    lowest, usual, highest = reported_mfu(device) or MFU_OF_OTHERS
+    lowest, usual, highest = reported_mfu(device) or DEFAULT_MFU
     source = (
         f"assumed: {usual:.0%} of its peak; others report {lowest:.0%} to {highest:.0%}, which is "
         f"{lowest * at_peak:,.0f} to {highest * at_peak:,.0f} tokens/s"

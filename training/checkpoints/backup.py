@@ -91,21 +91,21 @@ class Backup:
         backup = self.there
         try:
             os.stat(backup.path.parent)
-            later = [path for path in complete_checkpoints(backup.checkpoints) if step_of(path) > last_step]
+            later_checkpoints = [path for path in complete_checkpoints(backup.checkpoints) if step_of(path) > last_step]
             has_settings = backup.config.is_file() and not is_linked(backup.config, backup.path)
-            settings = read_yaml(backup.config) if later and has_settings else {}
+            settings = read_yaml(backup.config) if later_checkpoints and has_settings else {}
         except OSError as error:
             self.say(
                 f"WARNING: {backup.path} (--backup_dir) cannot be read ({_reason(error)}): is its drive mounted? "
                 "Nothing is restored from it, and nothing is backed up until it is available."
             )
             return None
-        if not later:
+        if not later_checkpoints:
             return None
         check(settings)
         self.may_replace = True
         try:
-            for checkpoint in reversed(later):
+            for checkpoint in reversed(later_checkpoints):
                 try:
                     if is_linked(checkpoint / MANIFEST, backup.path):
                         raise DamageError(f"it is a link to a path outside {backup.path}")
@@ -212,8 +212,8 @@ class Backup:
             mark(self.there.path, "run")
             self.is_made = True
         backup.mkdir(exist_ok=True)
-        later = [path for path in complete_checkpoints(backup) if step_of(path) > self.first_step]
-        unknown = [path for path in later if path.name not in self.submitted]
+        later_checkpoints = [path for path in complete_checkpoints(backup) if step_of(path) > self.first_step]
+        unknown = [path for path in later_checkpoints if path.name not in self.submitted]
         if unknown and not self.may_replace:
             raise OSError(
                 f"it holds {unknown[-1].name}, which this run did not resume from and does not replace; run the "
@@ -227,7 +227,7 @@ class Backup:
         if not is_complete:
             checkpoints.copy(checkpoint, target)
         _copy_files(self.run, self.there)  # again: the copy takes long, and this step may have been validated meanwhile
-        for path in later:
+        for path in later_checkpoints:
             if path.name != checkpoint.name and (path in unknown or step_of(path) > step_of(checkpoint)):  # rolled back
                 discard(path, FILES)
         self.may_replace = False
@@ -235,10 +235,10 @@ class Backup:
         checkpoints.prune(backup, self.limit, self.run.metrics)
 
 
-def _copy_files(source: RunFolder, target: RunFolder, protected: Collection[Path] = ()) -> None:
-    """Copy settings and logs, except links to a path outside. Existing files in `protected` are not replaced."""
+def _copy_files(source: RunFolder, target: RunFolder, protected_files: Collection[Path] = ()) -> None:
+    """Copy settings and logs, except links to a path outside. Existing files in `protected_files` are not replaced."""
     for file, copy in zip(source.files, target.files, strict=True):
-        if file.is_file() and not is_linked(file, source.path) and not (copy in protected and copy.exists()):
+        if file.is_file() and not is_linked(file, source.path) and not (copy in protected_files and copy.exists()):
             with unfinished_path(copy) as partial:
                 copy_file(file, partial)
 

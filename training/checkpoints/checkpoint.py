@@ -37,7 +37,7 @@ from training.step.tensors import OPTIMIZER, STATE_FOLDER, WEIGHTS
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 STATE = f"{STATE_FOLDER}/state.json"
-NEEDED = (WEIGHTS, OPTIMIZER, STATE, CONFIG)
+REQUIRED_FILES = (WEIGHTS, OPTIMIZER, STATE, CONFIG)
 MODEL_FILES = (  # names that are deleted with a model; other files are never deleted
     *(CONFIG, GENERATION, "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", WEIGHTS, SHARDS, INDEX),
     *(*TOKENIZER, *OLD_TOKENIZER, "additional_chat_templates/*.jinja"),
@@ -113,7 +113,7 @@ def write_checkpoint(
     final = folder / folder_name(state.position.step)  # exists if the run reached this step before a rollback
     moments = {name: tensor for name, tensor in snapshot.tensors.items() if "/" in name}
     weights = {name: tensor for name, tensor in snapshot.tensors.items() if name not in moments}
-    with unfinished_path(final, known=FILES) as partial:
+    with unfinished_path(final, patterns=FILES) as partial:
         (partial / STATE_FOLDER).mkdir()
         shell.save_pretrained(partial, state_dict=weights, max_shard_size=snapshot.n_bytes + 1)
         vocabulary.save(tokenizer, partial, context=shell.config.n_positions)
@@ -147,7 +147,7 @@ def copy(checkpoint: Path, final: Path, model_only: bool = False) -> None:
     """Replace `final` atomically with a copy of a checkpoint, or of its model without the training state. Raise a
     `DamageError` if the checkpoint does not match its manifest."""
     files, manifest = listed_files(checkpoint), (checkpoint / MANIFEST).read_text(encoding="utf-8")
-    with unfinished_path(final, known=MODEL_FILES if model_only else FILES) as partial:
+    with unfinished_path(final, patterns=MODEL_FILES if model_only else FILES) as partial:
         for name, (_, sha256) in files.items():
             if model_only and name in (OPTIMIZER, STATE):
                 continue
@@ -211,7 +211,7 @@ def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
         files = {str(name): (int(file["size"]), str(file["sha256"])) for name, file in manifest["files"].items()}
     except NONSENSE as error:
         raise DamageError(f"its {MANIFEST} cannot be read ({error})") from error
-    if absent := [name for name in NEEDED if name not in files]:
+    if absent := [name for name in REQUIRED_FILES if name not in files]:
         raise DamageError(f"its {MANIFEST} does not list {absent[0]}")
     for name, (size, _) in files.items():
         path = checkpoint / name
@@ -260,7 +260,7 @@ def _check_state(state: TrainState, checkpoint: Path) -> None:
         raise ValueError(f"step is {state.position.step}")
     if state.unlogged > len(state.losses):
         raise ValueError(f"unlogged is {state.unlogged}")
-    if any(first >= end for first, end in state.position.passed_over):
+    if any(start >= end for start, end in state.position.passed_over):
         raise ValueError("passed_over has an empty range")
     types = {"data": str, "tokenizer": str, "seed": int, "tokens_per_step": int}
     if wrong := [name for name, kind in types.items() if type(state.settings.get(name)) is not kind]:

@@ -14,7 +14,7 @@ from typing import Any
 from common import schema
 from common.atomic import write_atomic
 
-EVALUATED = {"epoch", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "eval_tokens"}
+VALIDATION_KEYS = {"epoch", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "eval_tokens"}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -39,7 +39,7 @@ def _objects(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_metrics(entry: dict[str, Any]) -> bool:
-    keys = EVALUATED if "eval_loss" in entry else {"tokens"}
+    keys = VALIDATION_KEYS if "eval_loss" in entry else {"tokens"}
     is_whole = keys <= entry.keys() and all(map(_is_number, entry.values()))
     is_logged = "tokens" not in entry or (_is_count(entry["tokens"]) and entry["step"] > 0)
     return is_whole and is_logged and entry.get("tokens_per_second", 1) > 0

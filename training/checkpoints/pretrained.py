@@ -72,10 +72,10 @@ def load_pretrained(source: str, model: nn.Module) -> None:
     from modeling_gpt2scratch.conversion_gpt2scratch import from_gpt2
 
     with model_errors():
-        pretrained = loading.load_model(source, torch.float32)
-        if not isinstance(pretrained, GPT2ScratchForCausalLM):
-            pretrained = from_gpt2(pretrained)
-    weights = pretrained.state_dict()
+        initial_model = loading.load_model(source, torch.float32)
+        if not isinstance(initial_model, GPT2ScratchForCausalLM):
+            initial_model = from_gpt2(initial_model)
+    weights = initial_model.state_dict()
     if wrong := [name for name, weight in weights.items() if not weight.isfinite().all()]:
         raise UserError(f"{source} has weights that are not finite ({', '.join(wrong[:3])}); start from another model.")
     if POSITIONS in weights:

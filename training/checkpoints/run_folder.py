@@ -148,7 +148,7 @@ class RunFolder:
         return max((step for step in steps if step <= until), default=0)
 
 
-REPLACED = (  # files that are deleted with a replaced run
+REPLACED_FILES = (  # files that are deleted with a replaced run
     *(MARK, UNFINISHED_MARK, *(path.name for path in RunFolder("").files)),
     *(file if "**" in file else f"{name}/{file}" for name, files in FOLDERS.items() for file in files),
 )
@@ -195,8 +195,8 @@ def find_checkpoint(path: Path, name: str | None) -> Path:
     by_step = {checkpoints.step_of(path): path for path in checkpoints.complete_checkpoints(run.checkpoints)}
     choice = f"{run.path} has these checkpoint steps: {', '.join(map(str, by_step)) or 'none'}"
     if name is None and (run.model / checkpoints.WEIGHTS).is_file() and by_step:
-        damaged = (path for path in reversed(by_step.values()) if checkpoints.damage(path) is not None)
-        if (checkpoint := run.checkpoint_of_model() or next(damaged, None)) is None:
+        damaged_paths = (path for path in reversed(by_step.values()) if checkpoints.damage(path) is not None)
+        if (checkpoint := run.checkpoint_of_model() or next(damaged_paths, None)) is None:
             raise UserError(f"No checkpoint has the weights of {run.model}. {choice}; name one with --checkpoint.")
         return checkpoint
     if name in ("last", None) and by_step:
@@ -231,7 +231,7 @@ def put_back(folder: RunFolder) -> None:
 def forget_replaced(folder: RunFolder) -> None:
     """Delete the replaced run, and report where the files in it were moved that no run wrote."""
     is_gone = not os.path.lexists(folder.replaced)  # perhaps a killed process was deleting it
-    if (is_gone or is_marked(folder.replaced, "replaced")) and (remainder := discard(folder.replaced, REPLACED)):
+    if (is_gone or is_marked(folder.replaced, "replaced")) and (remainder := discard(folder.replaced, REPLACED_FILES)):
         say(f"Files in {folder.path} that no run wrote were moved to {remainder}.")
 
 
@@ -250,11 +250,11 @@ def begin(folder: RunFolder, checkpoint: Path | None) -> None:
             forget_replaced(folder)
         return
     step = checkpoints.step_of(checkpoint)
-    for later in checkpoints.all_checkpoints(folder.checkpoints):
-        if checkpoints.step_of(later) > step:  # it is damaged, otherwise the run would resume from it
-            aside = later.with_name(f"damaged_{later.name}")
+    for candidate in checkpoints.all_checkpoints(folder.checkpoints):
+        if checkpoints.step_of(candidate) > step:  # it is damaged, otherwise the run would resume from it
+            aside = candidate.with_name(f"damaged_{candidate.name}")
             discard(aside, checkpoints.FILES)
-            later.rename(aside)
+            candidate.rename(aside)
     checkpoints.renew_model(checkpoint, folder.model)
     forget_after(folder.metrics, step)
     forget_samples_after(folder.samples, step)

@@ -33,8 +33,8 @@ def forget_samples_after(path: Path, step: int) -> None:
     """Remove the sections of later steps. Other text in the file stays."""
     if path.exists():
         text = path.read_text(encoding="utf-8", errors="replace")
-        later = (match.start() for match in SECTION_OR_SAMPLE.finditer(text) if match[1] and int(match[1]) > step)
-        write_atomic(path, text[: next(later, len(text))])
+        positions = (match.start() for match in SECTION_OR_SAMPLE.finditer(text) if match[1] and int(match[1]) > step)
+        write_atomic(path, text[: next(positions, len(text))])
 
 
 def fenced(text: str) -> str:

@@ -129,8 +129,8 @@ class Saver(AbstractContextManager):
         if self.accelerator.is_main_process:
             self.task = BackgroundTask(partial(self._write, state), THREAD, niceness=19)
             self.task.start()
-            waiting, copying = round(after_wait - begin, 4), round(time.perf_counter() - after_wait, 4)
-            record(self.folder.events, "saving", self.saved_step, seconds_waiting=waiting, seconds_copying=copying)
+            wait_time, copy_time = round(after_wait - begin, 4), round(time.perf_counter() - after_wait, 4)
+            record(self.folder.events, "saving", self.saved_step, seconds_waiting=wait_time, seconds_copying=copy_time)
 
     @property
     def failed(self) -> bool:

@@ -68,9 +68,9 @@ def starts_in_force(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     starts: list[dict[str, Any]] = []
     for event in events:
         if event["event"] in ("begun", "resumed"):
-            earlier = [start for start in starts if start["step"] < event["step"]]
+            earlier_starts = [start for start in starts if start["step"] < event["step"]]
             start = {name: event[name] for name in ("step", "changes", "environment") if name in event}
-            starts = [*event.get("earlier", []), *earlier, start]
+            starts = [*event.get("earlier", []), *earlier_starts, start]
     return starts
 
 
@@ -79,5 +79,5 @@ def hours(events: list[dict[str, Any]], end: datetime | None = None) -> float:
     last event before a stop or a kill and the next start does not count."""
     moments = [(event["event"] in ("begun", "resumed"), datetime.fromisoformat(event["time"])) for event in events]
     moments += [(False, end)] if end else []
-    spans = [later - start for (_, start), (starts, later) in pairwise(moments) if not starts]
+    spans = [stop - start for (_, start), (starts, stop) in pairwise(moments) if not starts]
     return sum(max(0.0, span.total_seconds()) for span in spans) / 3600  # max, in case the clock was set back

@@ -53,8 +53,8 @@ class DataPosition:
         """Return the first sample of step `step`, at or after this position, at `sequences` samples per step.
         A step that would reach into an excluded range starts after it."""
         position, sample = self.step, self.sample
-        for first, end in sorted(self.passed_over):
-            n_steps = max(0, first - sample) // sequences  # steps that fit before the range
+        for start, end in sorted(self.passed_over):
+            n_steps = max(0, start - sample) // sequences  # steps that fit before the range
             if sample < end and position + n_steps <= step:
                 position, sample = position + n_steps, end
         return sample + (step - position) * sequences
@@ -126,9 +126,9 @@ class WindowOrder:
         window."""
         return max(1, self.n_tokens // self.context - 1)
 
-    def starts(self, first: int, count: int) -> np.ndarray:
-        """Return the index of the first token of samples first, first + 1, ..., as (count,) int64."""
-        block, offset = divmod(first, BLOCK)
+    def starts(self, sample: int, count: int) -> np.ndarray:
+        """Return the index of the first token of samples `sample`, `sample + 1`, ..., as (count,) int64."""
+        block, offset = divmod(sample, BLOCK)
         if self._block[0] != (block, count):
             samples = np.arange(block * BLOCK, (block + 1) * BLOCK + count, dtype=np.uint64)
             self._block = ((block, count), self._compute(samples))
@@ -198,14 +198,14 @@ class TrainBatches:
         begin = time.perf_counter()
         starts, context = self._starts(step, micro_step), self.plan.context
         if self.tokens.file is not None:
-            following = self._starts(step, micro_step + 1)  # after the last one: nearly always the next step's first
-            self.tokens.file.announce(np.concatenate([starts, following]), context + 1)
+            next_starts = self._starts(step, micro_step + 1)  # after the last one: nearly always the next step's first
+            self.tokens.file.announce(np.concatenate([starts, next_starts]), context + 1)
         batch = self.tokens.batch(starts, context)
         self.seconds += time.perf_counter() - begin
         return batch
 
     def _starts(self, step: int, micro_step: int) -> np.ndarray:
         plan = self.plan
-        first = self.position.first_sample(step, plan.sequences)
-        first += (micro_step * plan.processes + self.rank) * plan.micro_batch
-        return self.order.starts(first, plan.micro_batch)
+        sample = self.position.first_sample(step, plan.sequences)
+        sample += (micro_step * plan.processes + self.rank) * plan.micro_batch
+        return self.order.starts(sample, plan.micro_batch)

@@ -51,7 +51,7 @@ class DataArguments:
 @dataclass(frozen=True)
 class Placement:
     where: Literal["device", "ram", "mmap"]
-    reserved: int  # bytes that the tokens of a process use in the memory that it trains in
+    n_bytes: int  # bytes that the tokens of a process use in the memory that it trains in
 
     def __str__(self) -> str:
         return {"device": "on the device", "ram": "in RAM", "mmap": "memory-mapped"}[self.where]

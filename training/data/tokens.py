@@ -15,9 +15,9 @@ import torch
 
 from common.errors import UserError
 
-IGNORED = -100  # target that cross-entropy ignores
-SIGNED = {"uint16": torch.int16, "uint32": torch.int32}
-UNSIGNED = {torch.int16: torch.uint16, torch.int32: torch.uint32}
+IGNORE_INDEX = -100  # target that cross-entropy ignores
+SIGNED_TYPES = {"uint16": torch.int16, "uint32": torch.int32}
+UNSIGNED_TYPES = {torch.int16: torch.uint16, torch.int32: torch.uint32}
 
 
 class Batch(NamedTuple):
@@ -42,9 +42,9 @@ class Documents:
     def positions(self, starts: np.ndarray, context: int) -> np.ndarray:
         """Return each token's distance from the start of its segment, or of its row if later, (B, context) int64."""
         row_starts = starts + self.has_eos  # in the unit of `offsets`: a segment starts one token before its document
-        first = np.searchsorted(self.offsets, row_starts, side="right") - 1  # (B,): the segment that a row starts in
+        first_segments = np.searchsorted(self.offsets, row_starts, side="right") - 1  # (B,): segments where rows start
         beyond = np.searchsorted(self.offsets, row_starts + context, side="left")
-        counts = beyond - first  # (B,): segments of each row
+        counts = beyond - first_segments  # (B,): segments of each row
         rows = np.repeat(np.arange(len(starts)), counts)  # (segments of all rows,)
         segments = np.arange(len(rows)) + np.repeat(beyond - counts.cumsum(), counts)
         in_row = np.maximum(self.offsets[segments] - row_starts[rows], 0)
@@ -68,7 +68,7 @@ class MemoryMap:
         with warnings.catch_warnings():
             # The warning says that the map is read-only. Linux refuses a writable map of a file larger than memory.
             warnings.simplefilter("ignore", UserWarning)
-            return torch.frombuffer(self._map, dtype=SIGNED[self.dtype])
+            return torch.frombuffer(self._map, dtype=SIGNED_TYPES[self.dtype])
 
     def announce(self, starts: np.ndarray, length: int) -> None:
         """Ask the system to read windows in the background, all at once, instead of waiting for each in turn.
@@ -77,9 +77,9 @@ class MemoryMap:
         if not hasattr(mmap, "MADV_WILLNEED"):
             return
         itemsize = np.dtype(self.dtype).itemsize
-        first = starts * itemsize // mmap.PAGESIZE * mmap.PAGESIZE
-        sizes = np.minimum((starts + length) * itemsize, len(self._map)) - first
-        for start, size in zip(first.tolist(), sizes.tolist(), strict=True):
+        page_starts = starts * itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+        sizes = np.minimum((starts + length) * itemsize, len(self._map)) - page_starts
+        for start, size in zip(page_starts.tolist(), sizes.tolist(), strict=True):
             if size > 0:
                 self._map.madvise(mmap.MADV_WILLNEED, start, size)
 
@@ -123,14 +123,14 @@ class Tokens:
         if self.file is not None:
             self.file.check_ids(rows)
         if self.device.type in ("cpu", "cuda"):
-            rows = _sent(rows, self.device).view(UNSIGNED[rows.dtype])
+            rows = _sent(rows, self.device).view(UNSIGNED_TYPES[rows.dtype])
         else:  # Apple GPUs do not support all unsigned types
-            rows = _sent(rows.view(UNSIGNED[rows.dtype]).long(), self.device)
+            rows = _sent(rows.view(UNSIGNED_TYPES[rows.dtype]).long(), self.device)
         inputs, targets = rows[:, :-1].long().contiguous(), rows[:, 1:].long().contiguous()
         n_targets = len(self) - 1 - starts
         if n_targets.min() < context:
             beyond = np.arange(context) >= n_targets[:, None]
-            targets.masked_fill_(_sent(torch.from_numpy(beyond), self.device), IGNORED)
+            targets.masked_fill_(_sent(torch.from_numpy(beyond), self.device), IGNORE_INDEX)
         positions = None
         if self.documents is not None:
             positions = _sent(torch.from_numpy(self.documents.positions(starts, context)), self.device)

@@ -18,7 +18,7 @@ from training.evaluation.sampling import continue_tokens, generation_config
 from training.evaluation.scoring import ratio
 
 LENGTH = 256  # maximum tokens per text
-AT_ONCE = 32  # texts per batch
+BATCH_SIZE = 32  # texts per batch
 BLOCK = 1 << 22  # tokens of the store that are searched together
 BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
 FILTER_BITS = 20
@@ -42,11 +42,11 @@ def memorization(model: PreTrainedModel, store: TokenStore, texts: int, span: in
     places = find_spans(store.memory_map("train"), looked_up)
     hits = [part.sum() for part in np.split(places >= 0, counts.cumsum()[:-1])]
     (share, stderr), (held_out_share, held_out_stderr) = map(ratio, np.reshape(hits, counts.shape), counts)
-    example, first = None, int(np.argmax(places[: counts[0].sum()] >= 0))  # the first span found
+    example, hit = None, int(np.argmax(places[: counts[0].sum()] >= 0))  # the first span found
     if share:
-        document = int(np.searchsorted(store.offsets("train"), places[first], side="right")) - 1
-        text = store.load_tokenizer().decode(looked_up[first].tolist())
-        example = {"text": text, "document": document, "token": int(places[first])}
+        document = int(np.searchsorted(store.offsets("train"), places[hit], side="right")) - 1
+        text = store.load_tokenizer().decode(looked_up[hit].tolist())
+        example = {"text": text, "document": document, "token": int(places[hit])}
     return {
         "span_tokens": span,
         "texts": texts,
@@ -66,8 +66,8 @@ def generate_texts(model: PreTrainedModel, opening: np.ndarray, eos: int | None,
     config = generation_config(1.0)
     config.eos_token_id = config.pad_token_id = eos
     texts = []
-    for at in track(range(0, len(opening), AT_ONCE), "writing", is_shown=True):
-        tokens = torch.from_numpy(opening[at : at + AT_ONCE]).to(model.device)
+    for at in track(range(0, len(opening), BATCH_SIZE), "writing", is_shown=True):
+        tokens = torch.from_numpy(opening[at : at + BATCH_SIZE]).to(model.device)
         texts += continue_tokens(model, tokens, LENGTH, config)
     return [np.array(text, dtype=np.int64) for text in texts]
 
@@ -95,8 +95,8 @@ def find_spans(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
         block_hashes = hash_spans(block, span)
         candidates = np.flatnonzero(passes[block_hashes >> shift])
         candidates = candidates[np.isin(block_hashes[candidates], hashes)]
-        _, first = np.unique(block_hashes[candidates], return_index=True)
-        for at in candidates[first].tolist():
+        _, occurrences = np.unique(block_hashes[candidates], return_index=True)
+        for at in candidates[occurrences].tolist():
             places.setdefault(block[at : at + span].tobytes(), start + at)
     return np.array([places.get(row.tobytes(), -1) for row in targets.astype(tokens.dtype)], dtype=np.int64)
 

@@ -27,8 +27,8 @@ from training.evaluation.scoring import ratio, sum_of_processes, units
 LONGEST_WINDOW = 2048  # tokens: few documents are longer, and few machines have memory for more
 BYTES_OF_LOGITS = 1 << 27  # per batch, in fp32
 ORDERS = {"unigram": 1, "trigram": 3}
-DOCUMENTS_AT_ONCE = 256
-Encoded = list[tuple[np.ndarray, np.ndarray]]  # per document: ids of one tokenizer, and the unit of each id
+BATCH_DOCUMENTS = 256
+EncodedText = list[tuple[np.ndarray, np.ndarray]]  # per document: ids of one tokenizer, and the unit of each id
 
 
 class HeldOut:
@@ -39,15 +39,15 @@ class HeldOut:
         tokens, offsets, rust = store.memory_map("val"), store.offsets("val"), store.load_tokenizer().backend_tokenizer
         ends = offsets[1:] - (store.metadata.eos_token_id is not None)
         number = len(ends) if limit is None else min(limit, len(ends))
-        chosen = np.linspace(0, len(ends) - 1, number).astype(np.int64)
-        self.texts = [rust.decode(tokens[offsets[i] : ends[i]].tolist(), skip_special_tokens=False) for i in chosen]
+        indices = np.linspace(0, len(ends) - 1, number).astype(np.int64)
+        self.texts = [rust.decode(tokens[offsets[i] : ends[i]].tolist(), skip_special_tokens=False) for i in indices]
         self.starts = np.concatenate([[0], np.cumsum([len(text) for text in self.texts])])  # characters, with the end
         self.edges, self.units = units(self.starts)  # boundaries of the units of the standard error; description
         self.text = "".join(self.texts)
         sizes = [len(self.text[start:end].encode()) for start, end in pairwise(self.edges)]
         self.bytes = np.array(sizes, dtype=np.int64)  # (units,)
 
-    def encoded(self, tokenizer: PreTrainedTokenizerBase, name: str) -> Encoded:
+    def encoded(self, tokenizer: PreTrainedTokenizerBase, name: str) -> EncodedText:
         """Encode the text. Raise a `UserError` if the tokenizer cannot represent all of it."""
         rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         rust.encode_special_tokens = True  # text that looks like a control token stays text
@@ -57,12 +57,12 @@ class HeldOut:
         unknown = rust.token_to_id(unknown) if unknown else None
         problem = f"{name} cannot be compared: its tokenizer does not know every character of the text; remove it."
         documents = []
-        for first in range(0, len(self.texts), DOCUMENTS_AT_ONCE):
+        for index in range(0, len(self.texts), BATCH_DOCUMENTS):
             try:
-                batch = rust.encode_batch(self.texts[first : first + DOCUMENTS_AT_ONCE], add_special_tokens=False)
+                batch = rust.encode_batch(self.texts[index : index + BATCH_DOCUMENTS], add_special_tokens=False)
             except Exception as error:  # the Rust library raises no narrower type
                 raise UserError(problem) from error
-            for start, encoding in zip(self.starts[first:], batch, strict=False):
+            for start, encoding in zip(self.starts[index:], batch, strict=False):
                 if unknown in encoding.ids:
                     raise UserError(problem)
                 positions = start + np.array([begin for begin, _ in encoding.offsets], dtype=np.int64)
@@ -73,16 +73,16 @@ class HeldOut:
 
 @torch.no_grad()
 def nats_of_model(
-    model: PreTrainedModel, first: int | None, text: Encoded, n_units: int, accelerator: Accelerator, name: str
+    model: PreTrainedModel, bos: int | None, text: EncodedText, n_units: int, accelerator: Accelerator, name: str
 ) -> np.ndarray:
     """Return the model's nats for each unit of the text, (units,) float64.
-    All processes compute them together. `first` is the start token of each document."""
+    All processes compute them together. `bos` is the start token of each document."""
     context = min(getattr(model.config, "max_position_embeddings", LONGEST_WINDOW), LONGEST_WINDOW)
     sums = np.zeros(n_units)
     windows = []  # windows: tokens, and the units of the last tokens, which no earlier window scored
     for ids, unit in text:
-        if first is not None:
-            ids = np.concatenate([[first], ids])
+        if bos is not None:
+            ids = np.concatenate([[bos], ids])
         elif len(unit):
             sums[unit[0]] += math.log(model.config.vocab_size) * accelerator.is_main_process
             unit = unit[1:]
@@ -107,7 +107,7 @@ def nats_of_model(
     return sum_of_processes(sums, accelerator)
 
 
-def nats_of_ngram(ngram: NGram, eos: int | None, text: Encoded, n_units: int) -> np.ndarray:
+def nats_of_ngram(ngram: NGram, eos: int | None, text: EncodedText, n_units: int) -> np.ndarray:
     """Return an n-gram model's nats for each unit, (units,) float64. Each document follows an end of text."""
     prefix = [] if eos is None else [eos]
     stream = np.concatenate([part for ids, _ in text for part in (prefix, ids)]).astype(np.int64)
@@ -133,9 +133,9 @@ def compare_models(
         if title != name:
             scorer, tokenizer = load_any_model(find_model(title), torch.float32)
             scorer = scorer.to(accelerator.device)
-        first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        bos = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         encoding = text.encoded(tokenizer, title)
-        nats[title] = nats_of_model(scorer, first, encoding, len(text.bytes), accelerator, title)
+        nats[title] = nats_of_model(scorer, bos, encoding, len(text.bytes), accelerator, title)
         if title == name:
             own_encoding = encoding
         del scorer  # before the next model is loaded

@@ -20,7 +20,7 @@ from tokenizer.encoding import encode
 from tokenizer.store.store import Split, TokenStore
 from training.data.batches import BatchPlan
 from training.data.run_data import place_tokens
-from training.data.tokens import IGNORED, Batch, Tokens
+from training.data.tokens import IGNORE_INDEX, Batch, Tokens
 from training.runtime.console import printer
 from training.step.loss import token_nats
 
@@ -78,7 +78,7 @@ def evaluate(
             failure = error.inner_exception
             with torch.compiler.set_stance("force_eager"):
                 sums[0] += loss(inputs, targets, 1, positions).to(sums.device)
-        sums[1] += (targets != IGNORED).sum().to(sums.device)
+        sums[1] += (targets != IGNORE_INDEX).sum().to(sums.device)
     loss.train()
     if failure is not None:
         printer(accelerator)(f"WARNING: This validation was not compiled ({failure!r:.300}).")
@@ -100,7 +100,7 @@ def score_split(
         with accelerator.autocast():
             outputs = model.transformer(input_ids=inputs, position_ids=positions, use_cache=False)
             costs = token_nats(outputs.last_hidden_state.flatten(0, 1), model.lm_head.weight, targets.flatten())
-        is_target = (targets != IGNORED).cpu().numpy()
+        is_target = (targets != IGNORE_INDEX).cpu().numpy()
         places = (begin[:, None] + np.arange(1, context + 1))[is_target]  # positions in the split
         unit = np.searchsorted(edges, places, side="right") - 1
         np.add.at(nats, unit, costs.view(targets.shape).double().cpu().numpy()[is_target])

@@ -18,7 +18,7 @@ from training.checkpoints.checkpoint import TrainState
 from training.step.loss import DivergenceError
 
 WINDOW = 128  # previous losses that a new loss is compared with, as in OLMo's SkipStepOptimizer
-ENOUGH = WINDOW // 2  # minimum number of previous losses
+MIN_LOSSES = WINDOW // 2  # minimum number of previous losses
 
 
 @dataclass
@@ -77,8 +77,8 @@ class Health:
         numbers = torch.stack([number.float() for pair in self.unread for number in pair])
         numbers = self.accelerator.reduce(numbers, reduction="mean").tolist()  # waits here
         self.unread = []
-        spike, first = None, step - len(numbers) // 2 + 1
-        for number, (loss, norm) in enumerate(zip(numbers[::2], numbers[1::2], strict=True), start=first):
+        spike, first_step = None, step - len(numbers) // 2 + 1
+        for number, (loss, norm) in enumerate(zip(numbers[::2], numbers[1::2], strict=True), start=first_step):
             is_finite = math.isfinite(loss) and math.isfinite(norm)
             if is_finite and (candidate := self._spike(number, loss)) is not None:
                 spike = candidate if spike is None else replace(spike, last=number, loss=max(loss, spike.loss))
@@ -98,7 +98,7 @@ class Health:
 
     def _spike(self, step: int, loss: float) -> Spike | None:
         window = [value for value in self.losses[-WINDOW:] if value is not None]
-        if len(window) < ENOUGH:
+        if len(window) < MIN_LOSSES:
             return None
         mean = statistics.fmean(window)
         deviation = math.sqrt(sum((value - mean) ** 2 for value in window) / (len(window) - 1))

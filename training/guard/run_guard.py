@@ -18,7 +18,7 @@ from training.guard.faults import translate
 from training.guard.health import Health, HealthArguments, Spike
 from training.guard.learning import LearningCheck
 from training.guard.lock import RunLock
-from training.guard.stopping import EXIT_CODES, NOT_SAVED, TICK, Stopper, StoppingArguments
+from training.guard.stopping import EXIT_CODES, SAVE_FAILURE, TICK, Stopper, StoppingArguments
 from training.guard.watchdog import Watchdog, is_of_the_group
 from training.plan.run import Run
 from training.runtime.console import printer
@@ -85,7 +85,7 @@ class RunGuard:
     def steps(self, saver: Saver) -> Iterator[int]:
         """Yield the remaining steps, counted from 0, until the end or until all processes agree to stop. Then save."""
         start = self.run.start
-        is_new = start.checkpoint is None and start.pretrained is None
+        is_new = start.checkpoint is None and start.initializer is None
         self.learning = LearningCheck(saver.model, saver.optimizer, self.run.accelerator, self.run.plan, is_new)
         while self.step < self.run.plan.max_steps and not self.stopper.agreed():
             self.watchdog.phase = f"step {self.step + 1:,}"
@@ -93,9 +93,9 @@ class RunGuard:
             self.stopper.end_without_saving = None
             self.step += 1
             if saver.failed:
-                self.stopper.request(NOT_SAVED)
+                self.stopper.request(SAVE_FAILURE)
         self.reason = self.stopper.agreed()
-        if self.step not in (self.run.start.step, saver.saved_step) and self.reason != NOT_SAVED:
+        if self.step not in (self.run.start.step, saver.saved_step) and self.reason != SAVE_FAILURE:
             self.read_losses(self.step, saver)
             self.save(self.step, saver)
         on_main(self.run.accelerator, saver.wait)
@@ -175,7 +175,7 @@ def go_back(spike: Spike, run: Run) -> None:
     # The newest checkpoint whose weights were not trained on any batch that will be skipped.
     good = max((path for path in complete if checkpoints.step_of(path) <= spike.step - 2), default=None)
     sample = checkpoints.load_state(good).position.sample if good is not None else 0
-    n_rollbacks = sum(first >= sample for first, _ in plan.position.passed_over)
+    n_rollbacks = sum(start >= sample for start, _ in plan.position.passed_over)
     run.accelerator.wait_for_everyone()  # until all processes have read the checkpoints
     if n_rollbacks >= MOST_IN_A_ROW or (good is None and complete):
         return
@@ -183,12 +183,12 @@ def go_back(spike: Spike, run: Run) -> None:
         on_main(run.accelerator, lambda: remove_checkpoints_from(checkpoints.step_of(good) + 1, run))
     # From the step before the spike, whose update caused it, to the last step of the spike. Steps count from 1 in a
     # spike, from 0 in the data.
-    first = plan.after(max(plan.position.step, spike.step - 2)).sample
+    start = plan.after(max(plan.position.step, spike.step - 2)).sample
     end = plan.after(spike.last - 1).sample + plan.batches.sequences
     place = good.name if good is not None else "the beginning"
     raise Restart(
-        f"{spike}: rolling back to {place} and skipping samples {first:,} to {end - 1:,}.",
-        {"passed_over": [*plan.position.passed_over, (first, end)]},
+        f"{spike}: rolling back to {place} and skipping samples {start:,} to {end - 1:,}.",
+        {"passed_over": [*plan.position.passed_over, (start, end)]},
     )
 
 

@@ -25,9 +25,9 @@ from training.runtime.restart import show_cursor
 
 # Exit code after stopping and saving, as a shell would report the signal. If processes have different reasons, the
 # later one in this order wins.
-LAUNCHER_DIED = "the launcher died"
-NOT_SAVED = "a checkpoint could not be written"
-EXIT_CODES = {"max_hours": 0, "SIGHUP": 129, LAUNCHER_DIED: 143, "SIGINT": 130, "SIGTERM": 143, NOT_SAVED: 1}
+LAUNCHER_DEATH = "the launcher died"
+SAVE_FAILURE = "a checkpoint could not be written"
+EXIT_CODES = {"max_hours": 0, "SIGHUP": 129, LAUNCHER_DEATH: 143, "SIGINT": 130, "SIGTERM": 143, SAVE_FAILURE: 1}
 _REASONS = list(EXIT_CODES)
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -131,7 +131,7 @@ class Stopper:
 
     def request(self, reason: str) -> None:
         """Request a stop for one of the reasons in `EXIT_CODES`. The first request is kept."""
-        end = self.end_without_saving if reason not in ("max_hours", NOT_SAVED) else None
+        end = self.end_without_saving if reason not in ("max_hours", SAVE_FAILURE) else None
         self._said = self._said or end is not None  # first: the main thread may announce a request as soon as it is set
         self.requested = self.requested or reason
         if end is not None:
@@ -143,7 +143,7 @@ class Stopper:
         self._announce(self.requested)
 
     def _announce(self, reason: str | None) -> None:
-        if reason in (None, NOT_SAVED) or self._said:  # NOT_SAVED has its own error message
+        if reason in (None, SAVE_FAILURE) or self._said:  # SAVE_FAILURE has its own error message
             return
         self._said = True
         if os.environ.get("RANK", "0") == "0":
@@ -160,13 +160,13 @@ class Stopper:
                     self._receive(signal.Signals(number))
             if is_launched() and os.getppid() != PARENT:
                 self._allow_grace()
-                self.request(LAUNCHER_DIED)
+                self.request(LAUNCHER_DEATH)
             seconds = time.monotonic()
             if seconds > self._hours_end:
                 self.request("max_hours")
             saving = wait_for_writing(0) or waits_for_main()  # another process may be saving
             if seconds > self._leave_at and not (saving and seconds < self._leave_at + SAVING) and not self._over:
-                leave(EXIT_CODES[self.requested or LAUNCHER_DIED])
+                leave(EXIT_CODES[self.requested or LAUNCHER_DEATH])
 
     def _receive(self, number: signal.Signals) -> None:
         if number == signal.SIGINT:

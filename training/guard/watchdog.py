@@ -33,8 +33,8 @@ FAREWELL = 5.0  # seconds until the cause of an error must be known
 MUTE = 3.0  # seconds of silence after a connection failed
 HEARD = 3.0  # seconds for all processes to confirm that they end
 ALL_READY = 30.0  # seconds for all processes to confirm a restart
-BEFORE_LEAVING = 30.0  # seconds for a checkpoint that is being written
-LEAVING = 120.0  # seconds for the whole exit
+SAVE_TIMEOUT = 30.0  # seconds for a checkpoint that is being written
+EXIT_TIMEOUT = 120.0  # seconds for the whole exit
 REMEDY = "The run ends; resume it with the same command."
 
 
@@ -72,9 +72,9 @@ def find_fault(judge: int, pulses: list[Pulse], trouble: float, ddp_timeout: flo
     """Return the fault of the processes that rank `judge` judges, or None. `trouble`: seconds since the first error or
     failure."""
     patience = min(PATIENCE, ddp_timeout)
-    running = [pulse for pulse in pulses if not pulse.left]
-    candidates = [pulse for pulse in running if (pulse.rank == 0) == (judge != 0)]
-    errors = [pulse for pulse in running if pulse.error]
+    active_pulses = [pulse for pulse in pulses if not pulse.left]
+    candidates = [pulse for pulse in active_pulses if (pulse.rank == 0) == (judge != 0)]
+    errors = [pulse for pulse in active_pulses if pulse.error]
     for pulse in candidates:
         # Other processes may have failed in the same way; they get time to report their own message.
         if pulse.failure and (errors or trouble >= FAREWELL):
@@ -94,7 +94,7 @@ def find_fault(judge: int, pulses: list[Pulse], trouble: float, ddp_timeout: flo
         return f"{_listed(mute)} no longer answers, last seen at {place}"
     if judge != 0:
         return None
-    if laggards := [pulse for pulse in running if not pulse.error and not pulse.failure]:
+    if laggards := [pulse for pulse in active_pulses if not pulse.error and not pulse.failure]:
         phases = _listed([f"rank {pulse.rank} is at {pulse.phase}" for pulse in laggards + errors])
         return f"{_listed(laggards)} kept the others waiting for {ddp_timeout:g} s (ddp_timeout): {phases}"
     return f"the processes lost their connection at {errors[0].phase}: {errors[0].error.rstrip('.')}"
@@ -134,7 +134,7 @@ class Watchdog:
                 # The thread ends the process without the interpreter's shutdown, which would wait for the group's
                 # threads, which wait for a dead peer. If the thread has no store, the error gets its traceback.
                 self._last_words = {"error": line}
-                self._thread.join(LEAVING)
+                self._thread.join(EXIT_TIMEOUT)
             self._last_words = {"failure": f"{kind.__name__}: {line}"}
         self._over.set()
         self._thread.join(FAREWELL)
@@ -173,9 +173,9 @@ class Watchdog:
         keys = [f"pulse/{rank}" for rank in (range(self.processes) if self.rank == 0 else (0, self.rank))]
         for content in self._store.multi_get([key for key in keys if self._store.check([key])]):
             pulse = Pulse(**json.loads(content))
-            previous = self._table.get(pulse.rank)
+            last_pulse = self._table.get(pulse.rank)
             # Counted in beats of this process, so that a suspended machine does not count as silent.
-            silence = previous.silence + INTERVAL if previous is not None and previous.beat == pulse.beat else 0.0
+            silence = last_pulse.silence + INTERVAL if last_pulse is not None and last_pulse.beat == pulse.beat else 0.0
             self._table[pulse.rank] = replace(pulse, silence=silence, state=states.get(pulse.rank, ""))
         pulses = [self._table[rank] for rank in sorted(self._table)]
         self._trouble += INTERVAL * any(pulse.error or pulse.failure for pulse in pulses)
@@ -198,7 +198,7 @@ class Watchdog:
         elif facts is not None:
             if self.rank == 0:
                 print_unbuffered(sentence)
-            wait_for_writing(BEFORE_LEAVING)
+            wait_for_writing(SAVE_TIMEOUT)
             try:
                 execute(Restart(sentence, facts))
             except OSError as error:
@@ -221,7 +221,7 @@ class Watchdog:
         show_cursor()
         if fault:
             print_unbuffered(f"error: {fault}. {REMEDY}")
-        for seconds in (0, BEFORE_LEAVING):  # marked twice: a save in progress writes the status `running`
+        for seconds in (0, SAVE_TIMEOUT):  # marked twice: a save in progress writes the status `running`
             wait_for_writing(seconds)
             if fault and self.folder is not None and read_status(self.folder.status).get("state") == "running":
                 write_status(self.folder.status, "failed", self.folder.newest_step(), f"{fault}. {REMEDY}")

@@ -19,7 +19,7 @@ SLOW = 0.5  # fraction of the MFU that others reach on the device
 IDLE = 0.1  # fraction of the time in which the device waits for data
 ROOM = 0.8  # fraction of a device's memory that is safe to fill
 LONG = 40  # minimum number of log lines, or a fifth of all lines if more, over which the loss trend is measured
-OFTEN = 20  # log lines between two such measurements
+TREND_INTERVAL = 20  # log lines between two such measurements
 RISE = 0.01  # relative rise of the loss; it must also exceed three standard errors
 SWING = 0.015  # standard deviation of the loss around its trend, relative to the loss, of a loss that oscillates
 WAVES = 0.4  # correlation of neighboring deviations; without one, they are noise of the batches
@@ -106,9 +106,8 @@ class Advisor:
         norms = [line["grad_norm"] for line in self.lines if "grad_norm" in line]
         if len(norms) < LONG:
             return
-        *earlier, previous, norm = norms
-        usual = statistics.median(earlier)
-        if min(previous, norm) > EXPLODES * usual:  # false if all are 0, because there is nothing to learn
+        usual, norm = statistics.median(norms[:-2]), norms[-1]
+        if min(norms[-2:]) > EXPLODES * usual:  # false if all are 0, because there is nothing to learn
             text = (
                 f"The gradient norm is {norm:.2f}, {norm / usual:.0f} times its median; if it stays high, lower "
                 "learning_rate or raise warmup_steps, and resume from an earlier checkpoint."
@@ -126,7 +125,7 @@ class Advisor:
 
     def _loss_advice(self, learning_rate: float) -> Iterator[Advice]:
         recent = self.losses[-max(LONG, len(self.losses) // 5) :]
-        if len(recent) < LONG or len(self.losses) % OFTEN or recent[-1][0] > 0.9 * self.plan.max_steps:
+        if len(recent) < LONG or len(self.losses) % TREND_INTERVAL or recent[-1][0] > 0.9 * self.plan.max_steps:
             return
         older, newer = np.array_split(np.array([loss for _, loss in recent]), 2)
         fall = older.mean() - newer.mean()

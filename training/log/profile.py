@@ -26,7 +26,7 @@ SHOWN = 8  # kernels in the table
 
 # Category of an operator or kernel: the first pattern found in its name, otherwise elementwise. On a GPU, the matrix
 # products of eager attention are named like any other product, and count as matmul.
-NAMED = {
+CATEGORY_PATTERNS = {
     "communication": r"nccl|gloo|c10d",
     "copies": r"^mem(cpy|set)",
     "optimizer": r"adam|_foreach_|multi_tensor_apply|vector_norm",
@@ -35,11 +35,11 @@ NAMED = {
     "matmul": r"(^|_|::)(add)?mm(_|$)|linear|gemm|gemv|splitk|nvjet|cutlass|xmma|s16816|sm90",
 }
 # A compiled kernel is named after all operations fused in it, including views and casts of its neighbors.
-FUSED = re.compile(r"(cpp|triton_(poi|red|per))_fused_")
-FUSED_NAMED = {"loss": r"log_softmax|logsumexp|nll_loss|cross_entropy|_exp_", "attention": "softmax"}
+FUSED_KERNEL = re.compile(r"(cpp|triton_(poi|red|per))_fused_")
+FUSED_PATTERNS = {"loss": r"log_softmax|logsumexp|nll_loss|cross_entropy|_exp_", "attention": "softmax"}
 # On the host: events with a namespace are operators, except autograd's and ranges of torch.compile.
 OPERATOR = re.compile(r"^(?!autograd::|torch::)\w+::|^gloo:|cpp_fused_")
-OVERLAPPING = ("copies", "communication")  # run during computation: only the remaining time counts
+OVERLAPPING_CATEGORIES = ("copies", "communication")  # run during computation: only the remaining time counts
 ORDER = ("data", "matmul", "attention", "elementwise", "loss", "optimizer", "copies", "communication", "host", "idle")
 
 
@@ -108,15 +108,15 @@ class Profiler:
 
 
 def classify(name: str) -> str:
-    """Return the category of a kernel or an operator: a key of `NAMED`, or elementwise."""
-    patterns = FUSED_NAMED if FUSED.search(name) else NAMED
+    """Return the category of a kernel or an operator: a key of `CATEGORY_PATTERNS`, or elementwise."""
+    patterns = FUSED_PATTERNS if FUSED_KERNEL.search(name) else CATEGORY_PATTERNS
     return next((kind for kind, words in patterns.items() if re.search(words, name, re.IGNORECASE)), "elementwise")
 
 
 def account(events: list[FunctionEvent], wall: float) -> Counter[tuple[str, str]]:
     """Return microseconds by (category, name) within a span of `wall` microseconds.
     With a device: the times of its kernels, and `idle` without any kernel. On a CPU: the self times of the operators,
-    and `host` for the rest (Python). The `OVERLAPPING` categories get at most the time that the others leave."""
+    and `host` for the rest (Python). The `OVERLAPPING_CATEGORIES` get at most the time that the others leave."""
     on_device = any(event.device_type != DeviceType.CPU for event in events)
     times: Counter[tuple[str, str]] = Counter()
     for event in events:
@@ -129,10 +129,10 @@ def account(events: list[FunctionEvent], wall: float) -> Counter[tuple[str, str]
         duration = event.time_range.elapsed_us() if on_device or event.is_async else event.self_cpu_time_total
         category = classify(event.name) if phase is None else phase.name
         times[category, "data" if category == "data" else event.name] += duration
-    overlapping = sum(us for (category, _), us in times.items() if category in OVERLAPPING)
-    share = max(0, min(1, (wall - (times.total() - overlapping)) / (overlapping or 1)))
+    overlap = sum(us for (category, _), us in times.items() if category in OVERLAPPING_CATEGORIES)
+    share = max(0, min(1, (wall - (times.total() - overlap)) / (overlap or 1)))
     for key in times:
-        if key[0] in OVERLAPPING:
+        if key[0] in OVERLAPPING_CATEGORIES:
             times[key] *= share
     remainder = "idle" if on_device else "host"
     times[remainder, remainder] = max(0, wall - times.total())

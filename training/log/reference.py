@@ -22,8 +22,8 @@ from training.step.model import ModelArguments
 from training.step.optim import OptimArguments
 
 FOLDER = Path(__file__).parents[2] / "presets" / "reference"
-COMPARED = {part.name for kind in (ModelArguments, OptimArguments) for part in fields(kind)}
-COMPARED |= {"tokens_per_step", "max_steps", "max_eval_samples", "mask_documents"}
+COMPARED_SETTINGS = {part.name for kind in (ModelArguments, OptimArguments) for part in fields(kind)}
+COMPARED_SETTINGS |= {"tokens_per_step", "max_steps", "max_eval_samples", "mask_documents"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def compared_settings(folder: RunFolder) -> dict[str, str]:
     """Return what must be equal: the settings of a run that affect the loss, and the hashes of its tokens."""
     settings, data = read_yaml(folder.config), schema.read(folder.facts)["data"]
     hashes = {split: data[split]["sha256"] for split in SPLITS}
-    return {name: str(settings.get(name)) for name in sorted(COMPARED)} | hashes
+    return {name: str(settings.get(name)) for name in sorted(COMPARED_SETTINGS)} | hashes
 
 
 def find_reference(folder: RunFolder, say: Callable[[str], object] = lambda text: None) -> Reference | None:

@@ -16,7 +16,7 @@ from common.errors import counted
 from training.checkpoints.metrics import comparable_loss, scores_more
 from training.log.speed import in_words
 from training.runtime.budget import Price
-from training.runtime.console import AT_ONCE, clock, perplexity, say
+from training.runtime.console import FLUSHED_PRINT, clock, perplexity, say
 
 # A notebook gives commands a terminal, but keeps everything written to it: print lines there, not frames.
 IN_NOTEBOOK = "JPY_PARENT_PID" in os.environ  # set by Jupyter for its kernels
@@ -121,7 +121,7 @@ class Screen:
 
     def say(self, text: str) -> None:
         self.said_last = time.monotonic()
-        say(text, AT_ONCE if self.live is None else self.console.print)
+        say(text, FLUSHED_PRINT if self.live is None else self.console.print)
 
     def close(self) -> None:
         if self.live is not None:

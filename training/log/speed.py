@@ -89,9 +89,9 @@ def flops_per_token(config: GPT2ScratchConfig, causal: bool = True) -> int:
     return 6 * size_of(config).products + (6 if causal else 12) * attention
 
 
-def in_words(measured: dict[str, float]) -> str:
+def in_words(measurements: dict[str, float]) -> str:
     """Format measurements: `683,000 tok/s  0.7676 s/step  MFU 47%  data  0.0%  peak 11.2 GB`."""
-    return "  ".join(form.format(measured[name]) for name, form in SHOWN.items() if name in measured)
+    return "  ".join(form.format(measurements[name]) for name, form in SHOWN.items() if name in measurements)
 
 
 def peak_memory(device: torch.device) -> int:

@@ -22,7 +22,7 @@ KEPT_BY_QUERIES, KEPT_BY_EAGER_QK_NORM, KEPT_BY_EAGER_SQUARE, SQUARE_BACKWARD = 
 SCORES_IN_FP32, SCORES_IN_HALF = 4, 6
 # Additional temporary bytes, each as (fp32, half). On a GPU as counted by its allocator for 1, 3, 4 and 12 layers
 # (tests/fake_cuda); on a CPU a logit is computed once and held twice in fp32.
-LOSS_ON_CPU, LOSS_ON_GPU, LOSS_COMPILED = (12, 10), (21, 19), (8, 4)  # bytes per logit of a chunk
+LOSS_ON_CPU, LOSS_ON_GPU, LOSS_IN_GRAPH = (12, 10), (21, 19), (8, 4)  # bytes per logit of a chunk
 BACKWARD = (36, 24)  # of a block, eager and compiled: bytes per token and unit of width
 
 
@@ -67,10 +67,10 @@ class Memory:
         return parts
 
     def parts(self, micro_batch: int) -> dict[str, int]:
-        passing = "loss or backward pass" if self.on_gpu else "logits"
-        parts = self.fixed() | {"activations": self._activations(micro_batch), passing: self._passing(micro_batch)}
+        label = "loss or backward pass" if self.on_gpu else "logits"
+        parts = self.fixed() | {"activations": self._activations(micro_batch), label: self._passing(micro_batch)}
         # The optimizer's step follows when all of these are free, and needs more only with small micro-batches.
-        reusable = parts["activations"] + parts[passing] + parts.get("weights in half precision", 0)
+        reusable = parts["activations"] + parts[label] + parts.get("weights in half precision", 0)
         step = step_bytes(self.optimizer, size_of(self.model), self.setup.mixed_precision == "bf16")
         if step > reusable:
             parts["Muon's step"] = step - reusable
@@ -133,5 +133,5 @@ class Memory:
         is_compiled = self.on_gpu and self.setup.torch_compile
         rows, per_logit, head = rows_of_chunk(tokens, is_compiled), LOSS_ON_GPU if self.on_gpu else LOSS_ON_CPU, 4
         if is_compiled:  # one head gradient per chunk in half precision, or two in fp32
-            per_logit, head = LOSS_COMPILED, 2 * -(-tokens // rows) if self.in_half else 8
+            per_logit, head = LOSS_IN_GRAPH, 2 * -(-tokens // rows) if self.in_half else 8
         return rows * V * per_logit[self.in_half] + head * V * C

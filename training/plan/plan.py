@@ -56,13 +56,13 @@ class Plan:
         """Return the position in the data after `step` steps."""
         return self.position.after(step, self.batches.sequences, self.batches.context)
 
-    def is_due(self, strategy: str, every: int, step: int) -> bool:
+    def is_due(self, strategy: str, interval: int, step: int) -> bool:
         """Return whether an action with `strategy` (`steps`, `epoch`, `no`) is due after `step` steps."""
         if step == self.max_steps:
             return True
         if strategy == "epoch":
             return int(self.epoch(step)) > int(self.epoch(step - 1))
-        return strategy == "steps" and step % every == 0
+        return strategy == "steps" and step % interval == 0
 
 
 def steps_of(arguments: LengthArguments, batches: BatchPlan, windows: int) -> int:

@@ -26,7 +26,7 @@ class ResumePoint:
     state: TrainState  # state at the start: position, settings, last losses
     changes: list[str]  # one sentence per setting that differs from the checkpoint's
     owes_validation: bool = False  # the run ended between a checkpoint and its validation, or has pretrained weights
-    pretrained: Callable[[nn.Module], None] | None = None  # writes the weights of step 0; None: random weights
+    initializer: Callable[[nn.Module], None] | None = None  # writes the weights of step 0; None: random weights
 
     @property
     def step(self) -> int:

@@ -54,10 +54,10 @@ def begin_run(run: Run, arguments: RunArguments, config: str, estimate: dict[str
 def _write_beginning(run: Run, arguments: RunArguments, config: str, estimate: dict[str, float | None]) -> None:
     folder, start = run.folder, run.start
     own_checkpoint = start.checkpoint if start.is_own(folder) else None
-    earlier = []  # the starts of the run that this one branches off from
+    earlier_starts = []  # the starts of the run that this one branches off from
     if start.checkpoint is not None and own_checkpoint is None:
         events = read_events(RunFolder(run_of(start.checkpoint)).events)
-        earlier = [event for event in starts_in_force(events) if event["step"] < start.step]
+        earlier_starts = [event for event in starts_in_force(events) if event["step"] < start.step]
     with disk_errors(folder.path, "use another --output_dir"):
         if own_checkpoint is None and arguments.overwrite_output_dir:
             run.data.store.check_hashes()  # before a run is replaced by one that could not save a checkpoint
@@ -76,8 +76,8 @@ def _write_beginning(run: Run, arguments: RunArguments, config: str, estimate: d
     details = {"batches": asdict(run.plan.batches), "planned": estimate, "environment": f"{hardware}; {versions}"}
     if start.checkpoint is not None:
         details |= {"checkpoint": start.checkpoint.name, "changes": start.changes}
-    if earlier:
-        details["earlier"] = earlier
+    if earlier_starts:
+        details["earlier"] = earlier_starts
     if facts := restarted():
         details["because"] = facts["because"]
     record(folder.events, "begun" if start.checkpoint is None else "resumed", start.step, **details)

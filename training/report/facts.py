@@ -44,8 +44,8 @@ MAX_ROWS = 16  # rows of the results table; metrics.jsonl has all validations
 MAX_MOMENTS = 5  # steps for which the report shows samples
 PROMPT_CHARACTERS = 10  # first characters of a sample, used as the prompt if none is given
 FIRST_LINES = 5  # log lines from which the duration is estimated if no speed was known for the device
-MEASURED = ("tokens_per_second", "mfu", "data_share")
-NOTICED = ("resumed", "stopped", "spike", "advice")  # events that explain the curves
+SPEED_MEASURES = ("tokens_per_second", "mfu", "data_share")
+NOTABLE_EVENTS = ("resumed", "stopped", "spike", "advice")  # events that explain the curves
 
 Entries = list[dict[str, Any]]
 
@@ -122,7 +122,7 @@ def gather(folder: RunFolder) -> dict[str, Any]:
         "changes": [{"step": start["step"], "text": text} for start in starts for text in start.get("changes", [])],
         "speed": _speed(speed_entries, first_step) if speed_entries else None,
         "estimate": _estimate(speed_entries, first_step, events) if speed_entries else None,
-        "noticed": [event for event in events if event["event"] in NOTICED],
+        "noticed": [event for event in events if event["event"] in NOTABLE_EVENTS],
         "hours": hours(events, datetime.now(UTC)),
         "hourly_price": settings.get("hourly_price"),
         "notes": settings.get("notes"),
@@ -184,7 +184,7 @@ def _is_private(name: str, value: Any) -> bool:
 
 
 def _speed(entries: Entries, first_step: float) -> dict[str, Any]:
-    values = {name: [entry[name] for entry in entries if name in entry] for name in MEASURED}
+    values = {name: [entry[name] for entry in entries if name in entry] for name in SPEED_MEASURES}
     return {
         "percentiles": {
             name: np.percentile(numbers, [10, 50, 90]).tolist() for name, numbers in values.items() if numbers

@@ -94,8 +94,8 @@ def sections_of(page: str) -> dict[str, str]:
     joined. For pages that people wrote. Headings inside code blocks are text, because a model may write anything."""
     headings = [match for match in CODE_OR_HEADING.finditer(page) if match["heading"] is not None]
     sections = {"": [page[: headings[0].start() if headings else None]]}
-    for match, following in pairwise([*headings, None]):
-        text = page[match.end() : following and following.start()]
+    for match, next_heading in pairwise([*headings, None]):
+        text = page[match.end() : next_heading and next_heading.start()]
         sections.setdefault(match["heading"].strip(), []).append(text)
     return {heading: "\n\n".join(part.strip() for part in parts) for heading, parts in sections.items()}
 
@@ -143,17 +143,17 @@ def keep_evaluation(results: dict[str, Any], run: RunFolder, store: TokenStore) 
     folder, picture = run.evaluation, run.evaluation / "panel.png"
     with disk_errors(folder, RESUMES):
         mark(folder, "evaluation")
-        earlier = _read(folder)
-        if not identity.items() <= earlier.items():
-            earlier = {}
-        if "panel" in results or not earlier:
+        earlier_results = _read(folder)
+        if not identity.items() <= earlier_results.items():
+            earlier_results = {}
+        if "panel" in results or not earlier_results:
             picture.unlink(missing_ok=True)
         if "panel" in results:
             plot_panel(results["panel"]["rows"], picture)
-        if "tasks" in results and "tasks" in earlier:
+        if "tasks" in results and "tasks" in earlier_results:
             for name in ("configs", "results", "n-shot", "cut_requests"):
-                results["tasks"][name] = earlier["tasks"].get(name, {}) | results["tasks"][name]
-        content = {"format_version": EVALUATION_FORMAT} | earlier | results | identity
+                results["tasks"][name] = earlier_results["tasks"].get(name, {}) | results["tasks"][name]
+        content = {"format_version": EVALUATION_FORMAT} | earlier_results | results | identity
         write_atomic(folder / "evaluation.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         evaluation = evaluation_of(run, run.model)
         if picture.is_file():

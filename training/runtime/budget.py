@@ -13,7 +13,7 @@ from training.runtime.hardware import DOLLARS_PER_COLAB_UNIT, PRICES_OF, RENTALS
 SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 LONGEST = 100 * 365 * 86_400  # seconds of a budget
 NUMBER = r"(\d{1,15}(?:\.\d{1,9})?(?:e\+?\d{1,2})?)"
-WRITTEN = re.compile(rf"{NUMBER}\s*({'|'.join(SECONDS)}|usd|units|flops)", re.ASCII)
+AMOUNT_PATTERN = re.compile(rf"{NUMBER}\s*({'|'.join(SECONDS)}|usd|units|flops)", re.ASCII)
 IN_COLAB = "COLAB_RELEASE_TAG" in os.environ
 FORMS = "such as 90m, 3h, 5usd, 120units (of Colab) or 2e18flops"
 
@@ -41,7 +41,7 @@ class BudgetArguments:
 
     @property
     def amount(self) -> Amount | None:
-        match = WRITTEN.fullmatch(self.budget.strip().lower()) if self.budget is not None else None
+        match = AMOUNT_PATTERN.fullmatch(self.budget.strip().lower()) if self.budget is not None else None
         return Amount(float(match[1]), match[2]) if match else None
 
     @property
@@ -85,10 +85,10 @@ class Price:
             raise UserError(f"budget is {values}, more than 100 years; use a smaller one, or a time such as 3h.")
         return seconds
 
-    def so_far(self, seconds: float, rest: float | None) -> str:
-        """Return the known costs of a run after `seconds`, of those at its end in `rest` seconds, if that is known:
+    def so_far(self, seconds: float, eta: float | None) -> str:
+        """Return the known costs of a run after `seconds`, of those at its end in `eta` seconds, if known:
         `$0.40 of $1.20  4.00 of 12.00 units`."""
-        costs, hours = [], [seconds / 3600] + ([] if rest is None else [(seconds + rest) / 3600])
+        costs, hours = [], [seconds / 3600] + ([] if eta is None else [(seconds + eta) / 3600])
         if self.dollars is not None:
             costs.append(" of ".join(f"${value * self.dollars:,.2f}" for value in hours))
         if self.units is not None:

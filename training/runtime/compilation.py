@@ -30,7 +30,7 @@ from training.runtime.launcher import is_launched
 from training.runtime.restart import restarted
 
 SILENCE = 30.0  # seconds until a wait for a lock is reported
-LINKING = 5.0  # a file without a write for this many seconds is not being linked by any process
+LINK_SECONDS = 5.0  # a file without a write for this many seconds is not being linked by any process
 # Operations of a run, for each thread of a CPU, below which compiling takes longer than it saves: with two layers it
 # takes 20 s, and steps without it have 0.67 of the speed (two cores, docs/log.md). The validation, which is compiled
 # separately, takes 9 s, and without it has 0.7 of the speed.
@@ -164,7 +164,7 @@ def remove_incomplete_libraries() -> None:
     libraries = Path(cache_dir()).rglob("*.so")
     candidates = {path: path.stat().st_mtime_ns for path in libraries if not is_complete(path)}
     if candidates:
-        time.sleep(LINKING)
+        time.sleep(LINK_SECONDS)
     for path, mtime in candidates.items():
         with suppress(FileNotFoundError):  # deleted by another process of the run
             if path.stat().st_mtime_ns == mtime:

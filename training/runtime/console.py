@@ -11,7 +11,7 @@ from functools import partial
 from accelerate import Accelerator
 
 LABEL = re.compile(r"[A-Z][a-z]+: +| *")  # its length is the indentation of continuation lines
-AT_ONCE = partial(print, flush=True)
+FLUSHED_PRINT = partial(print, flush=True)
 
 
 def printer(accelerator: Accelerator) -> Callable[[str], None]:
@@ -19,7 +19,7 @@ def printer(accelerator: Accelerator) -> Callable[[str], None]:
     return say if accelerator.is_main_process else lambda text: None
 
 
-def say(text: str, through: Callable[[str], object] = AT_ONCE) -> None:
+def say(text: str, through: Callable[[str], object] = FLUSHED_PRINT) -> None:
     """Print a message, wrapped to the terminal width. A closed output (terminal or pipe) does not end the run."""
     try:
         is_shown = sys.stdout is not None and sys.stdout.isatty()  # stdout is None if it is closed

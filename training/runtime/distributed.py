@@ -19,9 +19,9 @@ from common.memory import keep_freed_memory
 from training.runtime.device import Setup, keep_accelerate_from_sharding
 from training.runtime.restart import restarted
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 LONGEST_WAIT = 6 * 3600  # seconds
-MEETING = "restart://"  # the init_method of the process group
+RENDEZVOUS = "restart://"  # the init_method of the process group
 _waits = False
 
 
@@ -31,7 +31,7 @@ def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[distributed.
     yield distributed.PrefixStore(f"restart_{restarted().get('restarts', 0)}", store), rank, processes
 
 
-distributed.register_rendezvous_handler(MEETING.removesuffix("://"), _meet)
+distributed.register_rendezvous_handler(RENDEZVOUS.removesuffix("://"), _meet)
 
 
 def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str, ddp_timeout: int) -> Accelerator:
@@ -52,7 +52,7 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
     keep_accelerate_from_sharding()
     handlers = [
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-        InitProcessGroupKwargs(init_method=MEETING, timeout=timedelta(seconds=ddp_timeout)),
+        InitProcessGroupKwargs(init_method=RENDEZVOUS, timeout=timedelta(seconds=ddp_timeout)),
     ]
     try:
         accelerator = Accelerator(
@@ -79,7 +79,7 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
     return accelerator
 
 
-def on_main(accelerator: Accelerator, find: Callable[[], Found]) -> Found:
+def on_main(accelerator: Accelerator, find: Callable[[], Result]) -> Result:
     """Call `find` on the main process and return its result, which can be pickled, on every process.
     An error of the main process is raised as a `UserError` on the others.
     The others wait without `ddp_timeout`, in a separate group, because the main process may wait for a disk. If it dies
@@ -120,8 +120,8 @@ def _patient_group() -> distributed.ProcessGroup:
 
 def check_same_command(settings: dict[str, Any]) -> None:
     """Raise a `UserError` if the processes of the group have different settings."""
-    first, *settings_of_ranks = gather_object([settings])
-    if different := [rank for rank, values in enumerate(settings_of_ranks, start=1) if values != first]:
+    main_settings, *settings_of_ranks = gather_object([settings])
+    if different := [rank for rank, values in enumerate(settings_of_ranks, start=1) if values != main_settings]:
         raise UserError(
             f"Rank {different[0]} has other settings than rank 0: run the same command on all machines, and stop "
             "processes of earlier runs that are still running."

@@ -13,7 +13,7 @@ from common.limits import free
 
 _DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 PRICES_OF, DOLLARS_PER_COLAB_UNIT = _DATA["prices_of"], _DATA["dollars_per_colab_unit"]
-GRAMS_OF_CO2_PER_KWH, MFU_OF_OTHERS = _DATA["grams_of_co2_per_kwh"], _DATA["reported_mfu"]["others"]
+GRAMS_OF_CO2_PER_KWH, DEFAULT_MFU = _DATA["grams_of_co2_per_kwh"], _DATA["reported_mfu"]["others"]
 UNKNOWN = (None, None, None)  # for a device without a datasheet
 FILLS_A_GPU = 30e6  # weights in matrix products: the MFU that others report does not apply to smaller models
 # Words in a device's name that do not affect its speed. Any other word, as in `RTX 4090 Laptop GPU` or

@@ -54,8 +54,8 @@ def execute(restart: Restart) -> NoReturn:
                 os.set_inheritable(descriptor, False)
     # Blocked signals are inherited (handlers are not): if SIGTERM stayed blocked, it could not end the fresh process.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    earlier = restarted()
-    facts = {**earlier, **restart.facts, "because": str(restart), "restarts": earlier.get("restarts", 0) + 1}
+    old_facts = restarted()
+    facts = {**old_facts, **restart.facts, "because": str(restart), "restarts": old_facts.get("restarts", 0) + 1}
     environment = {**_ENVIRONMENT, LAUNCHER: str(PARENT), FACTS: json.dumps(facts)}
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
 

@@ -6,10 +6,10 @@ from torch import nn
 
 from common.errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from training.data.tokens import IGNORED
+from training.data.tokens import IGNORE_INDEX
 
 CHUNKS = 8  # chunks of the batch's rows; logits exist for one chunk at a time
-CHUNKS_COMPILED = 4  # on a GPU, where a chunk's logits exist only in bf16 and each chunk costs five kernel launches
+COMPILED_CHUNKS = 4  # on a GPU, where a chunk's logits exist only in bf16 and each chunk costs five kernel launches
 ENOUGH_ROWS = 1024  # minimum rows per chunk, for efficient matrix products
 MULTIPLE = 128  # columns are padded to a multiple of this for fast matrix kernels: 50257 -> 50304, as in nanoGPT
 
@@ -60,7 +60,7 @@ def token_nats(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch
     parts = []
     for rows in _chunks(states):
         log_probabilities = _log_probabilities(states[rows], matrix, len(weight))
-        parts.append(F.nll_loss(log_probabilities, targets[rows], reduction="none", ignore_index=IGNORED))
+        parts.append(F.nll_loss(log_probabilities, targets[rows], reduction="none", ignore_index=IGNORE_INDEX))
     return torch.cat(parts)
 
 
@@ -80,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # Not in place: with a result that was changed in place, torch 2.11 compiles all gradients to zero.
             total = total + _nats(log_probabilities, targets[rows])
             # Gradient of the logits, unscaled: its values are between -1 and 1, which fp16 can represent.
-            gradient = (log_probabilities.exp() - (columns == labels).float()) * (labels != IGNORED)
+            gradient = (log_probabilities.exp() - (columns == labels).float()) * (labels != IGNORE_INDEX)
             gradient = gradient.to(states.dtype)
             if len(matrix) > V:
                 gradient = F.pad(gradient, (0, len(matrix) - V))
@@ -108,7 +108,7 @@ def _operands(hidden_states: torch.Tensor, weight: torch.Tensor) -> tuple[torch.
 
 def rows_of_chunk(N: int, compiled_for_gpu: bool) -> int:
     """Return the number of rows per chunk for N rows."""
-    return min(N, max(ENOUGH_ROWS, -(-N // (CHUNKS_COMPILED if compiled_for_gpu else CHUNKS))))
+    return min(N, max(ENOUGH_ROWS, -(-N // (COMPILED_CHUNKS if compiled_for_gpu else CHUNKS))))
 
 
 def _chunks(states: torch.Tensor) -> list[slice]:
@@ -127,7 +127,7 @@ def _nats(log_probabilities: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
     """Return the summed loss in nats of `targets` (n,) under `log_probabilities` (n, V)."""
     if log_probabilities.is_cuda:
         return _nats_of_one_kernel(log_probabilities, targets)
-    return F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORED)
+    return F.nll_loss(log_probabilities, targets, reduction="sum", ignore_index=IGNORE_INDEX)
 
 
 def _nats_of_one_kernel(log_probabilities: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

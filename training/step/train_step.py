@@ -88,12 +88,12 @@ def build_train_step(
     arguments: OptimArguments,
     setup: Setup,
     accelerator: Accelerator,
-    pretrained: Callable[[nn.Module], None] | None = None,
+    initializer: Callable[[nn.Module], None] | None = None,
 ) -> TrainStep:
     """Build, compile and distribute the model, and create its optimizer. Weights and moments are new or from a
     checkpoint. Raise a `UserError` if the checkpoint's tensors do not fit the model, or hold values that no run writes.
-    `pretrained` writes the initial weights of a run without a checkpoint; by default they are random."""
-    load = partial(load_checkpoint_weights, checkpoint / WEIGHTS) if checkpoint is not None else pretrained
+    `initializer` writes the initial weights of a run without a checkpoint; by default they are random."""
+    load = partial(load_checkpoint_weights, checkpoint / WEIGHTS) if checkpoint is not None else initializer
     model = build_model(config, setup, batches.order.seed, load)
     # The count of micro-batches starts at 0, so that a measurement before the run does not shift the run's global
     # batches.
