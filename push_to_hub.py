@@ -3,7 +3,7 @@
 python push_to_hub.py runs/x --repo_id user/name
 python push_to_hub.py runs/x --repo_id user/name --dry_run                        # all steps except the upload
 python push_to_hub.py runs/x --repo_id user/name --checkpoint best --revisions    # also each checkpoint as a branch
-python push_to_hub.py runs/x --repo_id user/name --format both onnx --gguf f16    # also for vLLM, browsers and llama.cpp
+python push_to_hub.py runs/x --repo_id user/name --format both onnx --gguf f16    # also for vLLM, browsers, llama.cpp
 python push_to_hub.py runs/x runs/y --space user/page --static    # a page on which both run in the visitor's browser
 """
 

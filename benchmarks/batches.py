@@ -2,8 +2,9 @@
 
 python -m benchmarks.batches                            # writes benchmarks/results/batches-cpu.json
 
-The store holds 400 MB of random ids. No window is read twice. The "cold" cases drop the file from the page cache before every
-batch. For the memory map, the windows of the next batch are then announced, as the training loop does, 20 ms (one step) earlier.
+The store holds 400 MB of random ids. No window is read twice. The "cold" cases drop the file from the page cache before
+every batch. For the memory map, the windows of the next batch are then announced, as the training loop does, 20 ms
+(one step) earlier.
 """
 
 import json

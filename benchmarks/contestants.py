@@ -99,7 +99,7 @@ def use_all_cores() -> None:
 
 
 def rows_one_by_one(read: Callable[[], np.ndarray], workload: Workload) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Return a function that builds batches like nanoGPT's `get_batch`: random positions, a loop over rows, pinned for a GPU."""
+    """Return a builder of batches like nanoGPT's `get_batch`: random positions, a loop over rows, pinned for a GPU."""
     context = workload.n_positions
 
     def batch() -> tuple[torch.Tensor, ...]:
@@ -305,8 +305,8 @@ class Windows(torch.utils.data.Dataset):
 def trainer(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
     """Measure Transformers' Trainer with its GPT-2, as shipped or `tuned`.
 
-    `tuned` compiles the model, sets the workload's dropout, uses the fused AdamW, and turns off the NaN filter of the losses,
-    which synchronizes with the device at every step.
+    `tuned` compiles the model, sets the workload's dropout, uses the fused AdamW, and turns off the NaN filter of the
+    losses, which synchronizes with the device at every step.
     """
     tuned = more["tuned"]
     settings = {
@@ -367,7 +367,7 @@ def ceilings(folder: Path, workload: Workload, measurement: Measurement, more: d
     shapes["head"] = (M, C, V)
 
     def rate(work: Callable[[], object], amount: float) -> float:
-        """Return the best of five rates, in `amount` per second. Each timing covers at least about 0.05 seconds of work."""
+        """Return the best of five rates, in `amount` per second. Each timing covers about 0.05 s of work or more."""
         repeats = max(1, math.ceil(0.05 / measured_once(work)))
         return max(amount * repeats / measured_once(lambda: [work() for _ in range(repeats)]) for _ in range(5))
 

@@ -1,4 +1,4 @@
-"""Fine-tune a run into a chat model, and the chat model on preferences, with several settings; measure learning and forgetting.
+"""Fine-tune a run on chats, and the result on preferences, with several settings; measure learning and forgetting.
 
 python -m benchmarks.finetuning runs/quickstart       # writes benchmarks/results/finetuning-DEVICE.json
 
@@ -69,7 +69,7 @@ def tune(recipe: str, model: str, data: Path, folder: Path, flags: list[str]) ->
 
 
 def rates(folder: Path, asked: list[tuple[str, str]]) -> dict[str, Any]:
-    """Return shares of greedy answers: those that end, those of the right kind, and those that decline, by kind of question."""
+    """Return shares of greedy answers: that end, that are of the right kind, and that decline, by kind of question."""
     said = answers(folder, [question for question, _ in asked])
     found = [(text, question, right) for (text, _), (question, right) in zip(said, asked, strict=True)]
     return {

@@ -3,9 +3,9 @@
 python -m benchmarks.generate                            # writes benchmarks/results/generate-DEVICE.json
 python -m benchmarks.generate --dtype bfloat16           # writes benchmarks/results/generate-DEVICE-bfloat16.json
 
-Decoding is greedy, after a prompt of 32 tokens. The time is measured from the first new token to the last. It excludes the
-prompt, loading, compilation and warm-up. Each contestant runs in a fresh process, one after the other, in several rounds.
-Ratios are computed within a round.
+Decoding is greedy, after a prompt of 32 tokens. The time is measured from the first new token to the last. It excludes
+the prompt, loading, compilation and warm-up. Each contestant runs in a fresh process, one after the other, in several
+rounds. Ratios are computed within a round.
 """
 
 import json
@@ -112,7 +112,7 @@ def compare(folder: str, new_tokens: int, options: GenerateArguments) -> list[di
 
 
 def summary(rounds: list[dict], batch_size: int) -> dict:
-    """Summarize all rounds: tokens/s per contestant, whether its text equals GPT-2's, and the ratios within each round."""
+    """Summarize all rounds: tokens/s per contestant, whether its text equals GPT-2's, and ratios within each round."""
     # Speeds of a contestant: (rounds, repeats).
     speeds = {name: np.array([one[name]["tokens_per_second"] for one in rounds]) for name in rounds[0]}
     medians = {name: np.median(of_rounds, axis=1) for name, of_rounds in speeds.items()}

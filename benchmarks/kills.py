@@ -3,8 +3,8 @@
 python -m benchmarks.kills --output benchmarks/results/kills-cpu.json
 python -m benchmarks.kills --kills 10 --processes 2
 
-Each kill hits the launcher or one rank. Compilation, precision and threads have their defaults. The model is small, every step is
-saved, and `--save_total_limit` is 1, so most kills interrupt the writing or removal of a checkpoint.
+Each kill hits the launcher or one rank. Compilation, precision and threads have their defaults. The model is small,
+every step is saved, and `--save_total_limit` is 1, so most kills interrupt the writing or removal of a checkpoint.
 """
 
 import json

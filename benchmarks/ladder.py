@@ -3,8 +3,8 @@
 python -m benchmarks.ladder                                  # writes benchmarks/results/ladder-PRESET-DEVICE.json
 python -m benchmarks.ladder --preset gpt2_small_seed --sequences 64
 
-The batch is the same on all rungs. Each rung trains our model in a plain loop, in a fresh process, one after the other, in several
-rounds.
+The batch is the same on all rungs. Each rung trains our model in a plain loop, in a fresh process, one after the other,
+in several rounds.
 """
 
 from dataclasses import asdict, dataclass

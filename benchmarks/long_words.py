@@ -2,9 +2,9 @@
 
 python -m benchmarks.long_words          # writes benchmarks/results/long-words-cpu.json
 
-GPT-2's pattern reads DNA as a single word, and Chinese without punctuation as long words. Base64 and minified code have short
-words and no spaces. Every text is generated from a seed. Each run is `tokenizer.pretokenize` in a separate process, which trains
-the BPE and encodes. Its startup takes about two seconds.
+GPT-2's pattern reads DNA as a single word, and Chinese without punctuation as long words. Base64 and minified code have
+short words and no spaces. Every text is generated from a seed. Each run is `tokenizer.pretokenize` in a separate
+process, which trains the BPE and encodes. Its startup takes about two seconds.
 """
 
 import base64

@@ -3,9 +3,10 @@
 python -m benchmarks.pretokenize                        # writes benchmarks/results/pretokenize-cpu.json
 python -m benchmarks.pretokenize --megabytes 120 --num_proc 1
 
-The text is available on any machine: sources, documentation and data files of Python and /usr/share, one document per file. Every
-system starts in a separate process, from the same jsonl file and the same 32,000-token BPE, and ends with a file of uint16 ids.
-The ids must be equal. The fastest of several runs counts. Systems that are not installed are skipped and listed in the result.
+The text is available on any machine: sources, documentation and data files of Python and /usr/share, one document per
+file. Every system starts in a separate process, from the same jsonl file and the same 32,000-token BPE, and ends with a
+file of uint16 ids. The ids must be equal. The fastest of several runs counts. Systems that are not installed are
+skipped and listed in the result.
 """
 
 import itertools
@@ -57,8 +58,8 @@ if __name__ == "__main__":
             batch["ids"].combine_chunks().flatten().to_numpy().astype(np.uint16).tofile(file)
 """
 
-# The method of nanoGPT's data/openwebtext/prepare.py: tiktoken, one document at a time, in datasets.map, then a second pass over
-# 1,024 shards into a memory map.
+# The method of nanoGPT's data/openwebtext/prepare.py: tiktoken, one document at a time, in datasets.map, then a second
+# pass over 1,024 shards into a memory map.
 NANOGPT = """
 import sys, json, numpy as np, tiktoken
 from datasets import load_dataset
@@ -113,8 +114,8 @@ class PretokenizeArguments:
 def texts(n_bytes: int) -> Iterator[str]:
     """Yield text files of this machine until `n_bytes` are reached, and repeat them if the machine has less.
 
-    Every seventh file comes first, so that all kinds of files are included. No system profits from the repetition, because none
-    keeps words cached from one batch to the next long enough.
+    Every seventh file comes first, so that all kinds of files are included. No system profits from the repetition,
+    because none keeps words cached from one batch to the next long enough.
     """
     roots = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/share", "/usr/include", "/usr/lib"]
     found = sorted(

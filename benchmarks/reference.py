@@ -1,6 +1,8 @@
-"""Write the reference curve of a finished run: its validations, settings, text, hardware and versions (see training/log/reference.py).
+"""Write the reference curve of a finished run: its validations, settings, text, hardware and versions.
 
 python -m benchmarks.reference runs/quickstart quickstart
+
+training/log/reference.py reads it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Measure the cost of checkpoints: how long training waits, how long writing takes, and how much it slows training steps.
+"""Measure the cost of checkpoints: how long training waits, how long writing takes, and how much it slows steps.
 
 Uses the preset gpt2_small_seed: 134.6M parameters, 1.6 GB per checkpoint.
 

@@ -1,10 +1,10 @@
-"""Measure how size and tokens divide a compute budget best on a CPU, and compare the choice of --budget with a sweep around it.
+"""Measure how size and tokens divide a compute budget best on a CPU, and compare --budget with a sweep around it.
 
 python -m benchmarks.scaling                    # writes benchmarks/results/scaling-*.jsonl, docs/budget.md
 python -m benchmarks.scaling --hours 0          # only write the page from the result file
 
-Each run is `train_accelerate.py --depth N --max_train_tokens D` on the quickstart's text, on one thread. Finished runs are kept: the same
-command resumes an interrupted plan.
+Each run is `train_accelerate.py --depth N --max_train_tokens D` on the quickstart's text, on one thread. Finished runs
+are kept: the same command resumes an interrupted plan.
 """
 
 import json
@@ -213,7 +213,8 @@ def section() -> str:
         for family, fit in fits.items()
     )
     parts = [
-        "Bits per byte by layers (parameters in matrix products), and the minimum of the parabola through the best three:",
+        "Bits per byte by layers (parameters in matrix products), and the minimum of the parabola through the best "
+        "three:",
         table([*columns, "parameters at the minimum", "tokens per parameter"], rows),
         f"Power laws of the FLOPs C, fitted to the minima: {laws}.",
         "The choice of `--budget` for the modern family, and its neighbors:",

@@ -1,11 +1,12 @@
 """Measure how many training tokens GPT-2 and the modern recipe need for the same validation loss, on a CPU.
 
-python -m benchmarks.tokens_to_loss                    # writes benchmarks/results/tokens-to-loss-*.jsonl, docs/tokens_to_loss.md
+python -m benchmarks.tokens_to_loss                    # writes docs/tokens_to_loss.md
 python -m benchmarks.tokens_to_loss --seed 7           # other initial weights and data order
 python -m benchmarks.tokens_to_loss --data my.txt      # another text
 python -m benchmarks.tokens_to_loss --budget_hours 0   # only write the page from the result files
 
-Each run is `train_accelerate.py` itself, on one thread. Finished runs are kept: the same command resumes an interrupted plan.
+Each run is `train_accelerate.py` itself, on one thread. Finished runs are kept: the same command resumes an
+interrupted plan. Their results are in benchmarks/results/tokens-to-loss-*.jsonl.
 """
 
 import json
@@ -56,8 +57,8 @@ class ProofArguments:
     workers: int = field(default=2, metadata={"help": "Runs at once, on one thread each.", "minimum": 1})
 
 
-# The plan. The settings of a run are flags of train_accelerate.py, and two shares: of the steps that warm up, and of the peak
-# learning rate that is left at the end.
+# The plan. The settings of a run are flags of train_accelerate.py, and two shares: of the steps that warm up, and of
+# the peak learning rate that is left at the end.
 Run = dict[str, Any]
 
 COSINE = {"lr_scheduler_type": "cosine", "warmup_share": 0.05, "final_share": 0.0}
@@ -65,8 +66,8 @@ LINEAR = COSINE | {"lr_scheduler_type": "linear"}
 STABLE = COSINE | {"lr_scheduler_type": "warmup_stable_decay", "cooldown_fraction": 0.6}
 GPT2 = {"tie_word_embeddings": True, "initializer_range": 0.02, "optimizer": "adamw", "weight_decay": 0.1}
 
-# modded-nanogpt's records/track_1_short/2024-11-03_UntieEmbed with rates of track_3_optimization, for width 768 and head size 128.
-# The initial weights follow 1 / sqrt(size). Only the rate of the matrices is tuned here.
+# modded-nanogpt's records/track_1_short/2024-11-03_UntieEmbed with rates of track_3_optimization, for width 768 and
+# head size 128. The initial weights follow 1 / sqrt(size). Only the rate of the matrices is tuned here.
 MODERN = {"rope_theta": 10000.0, "normalization": "rms_norm", "use_bias": False, "activation_function": "relu2"}
 MODERN |= {"layer_norm_epsilon": 1e-6, "initializer_range": 0.051}
 UNTIED = {"tie_word_embeddings": False}
@@ -117,7 +118,8 @@ def plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
             rows[f"{family}, {share}"] = [shorter | {"seed": each} for each in (seed, seed + 1)]
     yield Stage(RESULT, rows)
 
-    # 4. One switch at a time, at half of the tokens. Without the normalized, untied embedding, all tables have GPT-2's rate.
+    # 4. One switch at a time, at half of the tokens. Without the normalized, untied embedding, all tables have the
+    # rate of GPT-2.
     rate = half["learning_rate"]
     adamw = {f"learning_rate {by * rate:g}": half | MODERN | {"learning_rate": by * rate} for by in (0.5, 1, 2)}
     tied = yield from choose("Modern architecture, tied, AdamW: learning rate", adamw, loss)
@@ -137,7 +139,7 @@ def plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
 
 
 def climb(title: str, start: Run, name: str, loss: Loss) -> Search:
-    """Double or halve a setting for as long as the loss falls, and return the best run. Both its neighbors are worse."""
+    """Double or halve a setting for as long as the loss falls, and return the best run, with worse neighbors."""
     tried, best = {start[name]: start}, start
     while True:
         for value in (2 * best[name], best[name] / 2):

@@ -1,10 +1,11 @@
 """Compare the tokens per second of a training step with nanoGPT, Trainer, and a raw loop on this project's model.
 
-python -m benchmarks.train_step --nanogpt path/to/nanoGPT          # writes benchmarks/results/train-step-PRESET-DEVICE.json
+python -m benchmarks.train_step --nanogpt path/to/nanoGPT    # writes benchmarks/results/train-step-PRESET-DEVICE.json
 python -m benchmarks.train_step --nanogpt path/to/nanoGPT --preset gpt2_small_seed --sequences 64
 
-Every contestant trains the preset's shape on the same tokens, in a fresh process, one after the other, in several rounds. "ours"
-is `accelerate launch train_accelerate.py`. It runs first and last in each round, which shows how much the machine's speed drifts.
+Every contestant trains the preset's shape on the same tokens, in a fresh process, one after the other, in several
+rounds. "ours" is `accelerate launch train_accelerate.py`. It runs first and last in each round, which shows how much
+the machine's speed drifts.
 """
 
 from dataclasses import asdict, dataclass

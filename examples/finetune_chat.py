@@ -1,11 +1,11 @@
 """Fine-tune a model on chats with TRL's SFTTrainer, by default with LoRA.
 
-python -m examples.finetune_chat runs/x --data chats.jsonl                  # one {"messages": [{"role", "content"}, ...]} per line
+python -m examples.finetune_chat runs/x --data chats.jsonl    # one {"messages": [{"role", "content"}, ...]} per line
 python -m examples.finetune_chat runs/x --data chats.jsonl --lora_rank 0    # all weights
-python -m examples.finetune_chat runs/x --data smoltalk                     # the first 20,000 chats of a named data set or a Hub id
+python -m examples.finetune_chat runs/x --data smoltalk       # the first 20,000 chats of a named data set or a Hub id
 """
 
-import training.runtime.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
+import training.runtime.threads  # noqa: F401  (first: torch reads its settings; for Ctrl-C during other imports)
 
 from typing import Any
 
@@ -24,8 +24,9 @@ Messages = list[dict[str, str]]
 
 
 def chat_of(record: dict[str, Any]) -> dict[str, Messages]:
-    """Return the chat of a record as `messages`: of `messages`, of ShareGPT's `conversations`, of TRL's `prompt` and `completion`, or of
-    Alpaca's `instruction`, `input` and `output`. Raise a `ValueError` if it has no assistant's turn that answers another one."""
+    """Return the chat of a record as `messages`: of `messages`, of ShareGPT's `conversations`, of TRL's `prompt` and
+    `completion`, or of Alpaca's `instruction`, `input` and `output`. Raise a `ValueError` if it has no assistant's
+    turn that answers another one."""
     found = record.get("messages", record.get("conversations"))
     if found is None and {"prompt", "completion"} <= record.keys():
         found = turns(record["prompt"], "user") + turns(record["completion"], "assistant")
@@ -94,7 +95,8 @@ def main(arguments: list[str]) -> None:
     )
     lengths = [len(ids) for ids in trainer.train_dataset["input_ids"]]
     whole = sum(length < context for length in lengths)
-    others = f"{len(lengths) - whole} are cut to it, and {len(train) - len(lengths)}, whose answers start after it, are left out"
+    n_late = len(train) - len(lengths)
+    others = f"{len(lengths) - whole} are cut to it, and {n_late}, whose answers start after it, are left out"
     print(
         f"{whole} of {len(train)} chats are shorter than the context of {context} tokens"
         f"{f'; {others}' if whole < len(train) else ''}."

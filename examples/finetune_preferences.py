@@ -1,10 +1,10 @@
 """Train a chat model to prefer the better of two answers with TRL's DPOTrainer, by default with LoRA.
 
-python -m examples.finetune_preferences runs/x-chats --data pairs.jsonl                  # one {"prompt", "chosen", "rejected"} per line
+python -m examples.finetune_preferences runs/x-chats --data pairs.jsonl    # lines of {"prompt", "chosen", "rejected"}
 python -m examples.finetune_preferences runs/x-chats --data pairs.jsonl --lora_rank 0    # all weights
 """
 
-import training.runtime.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
+import training.runtime.threads  # noqa: F401  (first: torch reads its settings; for Ctrl-C during other imports)
 
 import copy
 from dataclasses import dataclass
@@ -36,8 +36,8 @@ class PreferenceTuning(Tuning):
 
 def pair_of(record: dict[str, Any]) -> dict[str, Any]:
     """Return `prompt`, `chosen` and `rejected` of a record as messages; raise a `ValueError` if one is missing.
-    Text with a prompt becomes turns of the user and the assistant. Without a prompt, or if the answers repeat it, the prompt is their
-    common beginning; answers that are text then stay text."""
+    Text with a prompt becomes turns of the user and the assistant. Without a prompt, or if the answers repeat it, the
+    prompt is their common beginning; answers that are text then stay text."""
     from trl import extract_prompt
 
     if missing := [name for name in ("chosen", "rejected") if not record.get(name)]:

@@ -1,10 +1,10 @@
 """Fine-tune a model on text with Transformers' Trainer, by default with LoRA.
 
-python -m examples.finetune_text runs/x --data recipes.txt                  # or records, such as a jsonl file: one {"text": "..."} per line
+python -m examples.finetune_text runs/x --data recipes.txt    # or records, such as jsonl: one {"text": "..."} per line
 python -m examples.finetune_text runs/x --data recipes.txt --lora_rank 0    # all weights
 """
 
-import training.runtime.threads  # noqa: F401  (first: torch reads its settings; also for Ctrl-C during the other imports)
+import training.runtime.threads  # noqa: F401  (first: torch reads its settings; for Ctrl-C during other imports)
 
 import shlex
 from typing import Any

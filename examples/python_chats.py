@@ -1,11 +1,11 @@
-"""Write chats and pairs of answers about the functions of Python's standard library, to try fine-tuning without a download.
+"""Write chats and pairs of answers about functions of Python's standard library, to try fine-tuning without a download.
 
 python -m examples.python_chats          # writes data/chats.jsonl and data/pairs.jsonl
 python -m examples.python_chats FOLDER
 
 Each function has exactly one question, so training never covers a held-out function. Every third conversation has two
-questions. A small model cannot know the module of a function, and invents one: the pairs prefer `DECLINED` as the answer to such
-questions, and the answer itself to all others.
+questions. A small model cannot know the module of a function, and invents one: the pairs prefer `DECLINED` as the
+answer to such questions, and the answer itself to all others.
 """
 
 import ast
@@ -86,7 +86,7 @@ def chats(found: list[tuple[str, str]]) -> list[dict[str, Any]]:
 
 
 def pairs(found: list[tuple[str, str]], before: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Return two answers to each question of `found`, for every third one in a conversation with a question of `before`."""
+    """Return two answers to each question of `found`, every third one in a conversation with one of `before`."""
     records = []
     for i, ((question, answer), (earlier, its_answer)) in enumerate(zip(found, before, strict=False)):
         prompt = [*[asked(earlier), said(its_answer)] * (i % 3 == 2), asked(question)]

@@ -153,8 +153,8 @@ def find_models(name: str) -> tuple[list[DemoModel], list[str], list[str]]:
 
 
 def publish(options: DemoArguments) -> None:
-    """Write the files of a static page, or of a Space in runs/spaces/. Upload them to the Space, if one is given, unless
-    this is a dry run."""
+    """Write the files of a static page, or of a Space in runs/spaces/. Upload them to the Space, if one is given and
+    this is not a dry run."""
     sdk = "gradio" if options.static is None else "static"
     space = Repository(options.space or "", "space", options.private, sdk=sdk)
     title = space.id.partition("/")[2] or "Language models"

@@ -34,9 +34,9 @@ def assemble(
     destination: Path,
     reference: Expected,
 ) -> None:
-    """Write the model, its card and the formats in `options` to `destination`. The card compares GGUF, ONNX and model on
-    the text of `reference`. Raise a `UserError` if the model cannot have a format, or `destination` was not written by
-    this command."""
+    """Write the model, its card and the formats in `options` to `destination`. The card compares GGUF, ONNX and model
+    on the text of `reference`. Raise a `UserError` if the model cannot have a format, or `destination` was not written
+    by this command."""
     model, tokenizer, ids = release.model, release.tokenizer, reference.text
     renew(destination, "hub", HUB_FILES)
     if options.has_code:

@@ -52,13 +52,13 @@ def check_onnx(folder: Path, kinds: list[str]) -> None:
     kind = max(kinds, key=BYTES.get)
     if (size := model.num_parameters() * BYTES[kind]) > LARGEST:
         raise UserError(
-            f"{folder} has {model.num_parameters():,} parameters: {size / 1e6:,.0f} MB as {kind}, but a file for browsers "
-            f"may have {LARGEST / 1e6:.0f} MB; leave ONNX out{', or add --onnx q8' * (kind == 'fp32')}."
+            f"{folder} has {model.num_parameters():,} parameters: {size / 1e6:,.0f} MB as {kind}, but a file for "
+            f"browsers may have {LARGEST / 1e6:.0f} MB; leave ONNX out{', or add --onnx q8' * (kind == 'fp32')}."
         )
 
 
 def onnx_config(config: GPT2ScratchConfig) -> dict[str, Any]:
-    """Return the settings from which transformers.js takes the shape of the cache, as those of a model that it knows."""
+    """Return the settings from which transformers.js takes the shape of the cache, as of a model that it knows."""
     names = ("n_layer", "n_head", "n_embd", "n_positions")
     return {"model_type": "gpt2"} | {name: getattr(config, name) for name in names}
 
@@ -68,8 +68,8 @@ def write_onnx(
     model: GPT2ScratchForCausalLM, reference: Expected, destination: Path, kinds: list[str]
 ) -> list[dict[str, Any]]:
     """Write a float32 model in types `kinds` to a folder, and return facts about each file for the card.
-    A file whose loss rises too much by rounding to 8 bits is left out, with a message. Raise a `UserError` if onnxruntime
-    computes other logits or texts than the model in float32."""
+    A file whose loss rises too much by rounding to 8 bits is left out, with a message. Raise a `UserError` if
+    onnxruntime computes other logits or texts than the model in float32."""
     ids, context = reference.text, model.config.n_positions
     P, N = min(PROMPT if reference.windows else 1, context // 2), min(CONTINUATION, context - context // 2)
     prompts = ids.flatten().unfold(0, P, 1)[torch.linspace(0, ids.numel() - P, TEXTS).long()]
@@ -110,8 +110,8 @@ def _compare(
     model: GPT2ScratchForCausalLM, path: Path, texts: torch.Tensor, P: int, sample: torch.Tensor
 ) -> dict[str, float | int]:
     """Return the loss of an ONNX file on `sample` (B, T), the largest difference of a logit there and
-    on greedy texts (TEXTS, P + N), and the number of texts that it writes, too. Texts are equal, too, if they differ first
-    where two tokens are equally likely."""
+    on greedy texts (TEXTS, P + N), and the number of texts that it writes, too. Texts that first differ where two
+    tokens are equally likely count as equal."""
     from onnxruntime import InferenceSession
 
     session, target = InferenceSession(path, providers=["CPUExecutionProvider"]), model(texts).logits
@@ -134,7 +134,7 @@ def _compare(
 
 
 def _logits(session: Any, ids: torch.Tensor, P: int) -> torch.Tensor:
-    """Return the logits (T, V) of ids (T,): of the first P at once, then of one at a time with cached keys and values."""
+    """Return the logits (T, V) of ids (T,): of the first P at once, then one at a time with cached keys and values."""
     names, shapes = zip(*((entry.name, entry.shape) for entry in session.get_inputs()), strict=True)
     past = [np.zeros((1, heads, 0, width), np.float32) for _, heads, _, width in shapes[2:]]
     logits = []
@@ -146,8 +146,8 @@ def _logits(session: Any, ids: torch.Tensor, P: int) -> torch.Tensor:
 
 
 def _export(model: GPT2ScratchForCausalLM, paths: dict[str, Path]) -> None:
-    """Write the files of `paths`. transformers.js fills in these names of inputs, outputs and dimensions. It takes each dimension
-    that is not called batch_size for the length of an empty cache."""
+    """Write the files of `paths`. transformers.js fills in these names of inputs, outputs and dimensions. It takes each
+    dimension that is not called batch_size for the length of an empty cache."""
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
     from onnxruntime.quantization import QuantType, quantize_dynamic
 

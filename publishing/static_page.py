@@ -49,7 +49,7 @@ def write_page(
     entries: list[DemoModel], destination: Path, title: str, examples: list[str], kind: str, use_cdn: bool
 ) -> None:
     """Write the page for models with ONNX files of type `kind`, replacing an earlier page. It loads models on the Hub
-    from there, and with `use_cdn` onnxruntime-web from a CDN. Raise a `UserError` if a model cannot run in a browser."""
+    from there, and with `use_cdn` onnxruntime-web from a CDN. Raise a `UserError` if a browser cannot run a model."""
     check_packages()
     models = [_local(entry, kind) if Path(entry.source).exists() else _on_hub(entry, kind) for entry in entries]
     renew(destination, "static page", FILES)
@@ -137,9 +137,9 @@ def _files(folder: str, kind: str, size: int, sha256: str) -> dict[str, Any]:
 
 
 def chat_parts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
-    """Return the texts that the chat template writes around messages: before the first one of the user, before and after
-    a system message, before and after an answer, and before an answer to write. Return None without a template, or with
-    one that does not write a chat as a sequence of messages."""
+    """Return the texts that the chat template writes around messages: before the first one of the user, before and
+    after a system message, before and after an answer, and before an answer to write. Return None without a template,
+    or with one that does not write a chat as a sequence of messages."""
 
     def rendered(roles: str) -> list[str]:
         chat = [{"role": role, "content": MARK} for role in roles.split()]

@@ -112,7 +112,7 @@ def reset_accelerate() -> None:
 
 @pytest.fixture(autouse=True)
 def initial_accelerate():
-    """Start each test without Accelerate's state of the test before, because `Accelerator()` takes its precision from it."""
+    """Start each test without Accelerate's state of the last one, from which `Accelerator()` takes its precision."""
     reset_accelerate()
 
 
@@ -291,7 +291,8 @@ def browser(tmp_path_factory):
 
 
 # Files of more than 40 s of CPU time, longest first: so that all workers are busy until the end (`make test`).
-LONG = "reliability finetuning documented_commands publishing benchmarks sizing stopping hub sweep worker notebook demo static_page onnx"
+LONG = "reliability finetuning documented_commands publishing benchmarks sizing stopping hub sweep worker notebook "
+LONG += "demo static_page onnx"
 
 
 def pytest_collection_modifyitems(items):
@@ -300,7 +301,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_sessionfinish(session):
-    """Fail for skipped tests whose reason does not match EXPECTED_SKIPS, a pattern that CI sets where all extras are installed."""
+    """Fail for skipped tests whose reason does not match EXPECTED_SKIPS, set by CI where all extras are installed."""
     expected, reporter = os.environ.get("EXPECTED_SKIPS"), session.config.pluginmanager.get_plugin("terminalreporter")
     if expected is None or reporter is None:  # no reporter in a worker of xdist
         return

@@ -1,7 +1,7 @@
 """Commands in forks of a process that has imported torch and Transformers, which takes four seconds of CPU time.
 
-A fork is a process with its own pid, session, signals, environment, output and exit code. It imports the modules of this
-project itself. Run as a program, this file is the server of the forks, on the socket of its first argument.
+A fork is a process with its own pid, session, signals, environment, output and exit code. It imports the modules of
+this project itself. Run as a program, this file is the server of the forks, on the socket of its first argument.
 """
 
 import gc
@@ -24,7 +24,7 @@ PACKAGES = ("accelerate.commands.", "benchmarks.", "examples.", "modeling_gpt2sc
 
 
 class ForkServer:
-    """A server of forks, which starts for the first one. It ends when it is closed, or with the process that started it."""
+    """A server of forks, which starts for the first one. It ends when closed, or with the process that started it."""
 
     process = None
 
@@ -52,7 +52,7 @@ class ForkServer:
 
 
 class Fork(subprocess.Popen):
-    """A command of Python in a fork, which begins a session. Its parent, in the server, sends its pid and exit status."""
+    """A command of Python in a fork, which begins a session. Its parent, the server, sends its pid and exit status."""
 
     def __init__(self, server: ForkServer, command: list[str], **options):
         self.server = server

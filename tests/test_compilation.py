@@ -68,8 +68,8 @@ def test_a_validation_whose_compiler_fails_is_not_compiled(capsys):
 
 
 def test_instructions_and_header_of_all_kernels_are_ready_before_a_model_is_traced(tmp_path):
-    """The compiler writes empty libraries and logs its arguments. Only one set of instructions is tried. A header that a killed
-    process left, of which the compiler reads only a part, is compiled again."""
+    """The compiler writes empty libraries and logs its arguments. Only one set of instructions is tried. A header that
+    a killed process left, of which the compiler reads only a part, is compiled again."""
     compiler, log = tmp_path / "compiler.sh", tmp_path / "log"
     script = f'#!/bin/bash\n[ $# = 1 ] && echo g++ 12 && exit\necho "$*" >> {log}\n'
     script += f'[[ "$*" == *-include* ]] && grep -qsr damaged {tmp_path} --include=*.?ch && exit 1\n'

@@ -146,8 +146,8 @@ def test_packages_and_their_licenses_are_read(tmp_path, monkeypatch):
     write(info / "RECORD", "speeches/a.txt,,\nspeeches/b.txt,,\nspeeches/skipped/c.txt,,\n../d.txt,,\ne.py,,\n")
     for name in ("speeches/a.txt", "speeches/b.txt", "speeches/skipped/c.txt", "e.py"):
         write(tmp_path / name, name)
-    yaml = "package: gpt2scratch-text\nfiles: speeches/*.txt\nexclude: [b.*, skipped]\nheld_out: [speeches]\ninstall: pip install it\n"
-    write(tmp_path / "mine.yaml", yaml)
+    yaml = "package: gpt2scratch-text\nfiles: speeches/*.txt\nexclude: [b.*, skipped]\nheld_out: [speeches]\n"
+    write(tmp_path / "mine.yaml", f"{yaml}install: pip install it\n")
     mine = str(tmp_path / "mine.yaml")
     assert f"{mine} is text of gpt2scratch-text, which is not installed: run `pip install it`." == refusal(mine)
     monkeypatch.syspath_prepend(tmp_path)

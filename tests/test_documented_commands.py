@@ -32,7 +32,9 @@ RUN = {
     "python -m training.evaluate runs/my --compare --memorization": "",
     f"{PUSH} runs/my --repo_id YOUR_NAME/my-model": "--dry_run",
     "python -m modeling_gpt2scratch.conversion_gpt2scratch runs/my/model models/native --to native": "",
-    "accelerate launch --quiet --config_file launch/two_cpu_processes.yaml train_accelerate.py --output_dir runs/two": f"{LIBRARY} --torch_compile false",
+    "accelerate launch --quiet --config_file launch/two_cpu_processes.yaml train_accelerate.py --output_dir runs/two": (
+        f"{LIBRARY} --torch_compile false"
+    ),
     "python -m training.evaluate runs/quickstart --checkpoint best": "",
     "python -m tokenizer.pretokenize --input my.txt --tokenizer . --output data/mine": "",
     "python -m training.evaluate . --data data/mine --compare": "",
@@ -58,16 +60,28 @@ MODERN = f"{TRAIN} --resume_from_checkpoint runs/shakespeare_char_modern/checkpo
 REPLACED = {
     f"{BOOKS} notes.jsonl.zst --output data/books": f"{BOOKS} notes.jsonl.zst --output data/my --vocab_size 300",
     "python -m tokenizer.inspect data/books": "python -m tokenizer.inspect data/my",
-    f"{CRAWL} --shard $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT": f"{BOOKS} --output data/crawl --vocab_size 300 --shard 0/1",
+    f"{CRAWL} --shard $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT": (
+        f"{BOOKS} --output data/crawl --vocab_size 300 --shard 0/1"
+    ),
     f"{CRAWL} --merge": f"{BOOKS} --output data/crawl --vocab_size 300 --merge",
     f"{GPT2} --plan": f"{GPT2} --plan {SMALL} --plan_steps 1",
-    "accelerate launch --quiet train_accelerate.py --data my.txt --report_to tensorboard wandb": f"{TRAIN} --data my.txt --report_to tensorboard --output_dir runs/tracked {SMALL}",
-    "python -m training.sweep --max_steps 70 --vary learning_rate=1e-2,2e-2,4e-2": f"python -m training.sweep --data my.txt --vary learning_rate=1e-3 {SMALL}",
-    f"{MODERN}400 --max_steps 2000 --output_dir runs/shakespeare_longer": f"{MODERN}002 --max_steps 8 --output_dir runs/shakespeare_longer",
+    "accelerate launch --quiet train_accelerate.py --data my.txt --report_to tensorboard wandb": (
+        f"{TRAIN} --data my.txt --report_to tensorboard --output_dir runs/tracked {SMALL}"
+    ),
+    "python -m training.sweep --max_steps 70 --vary learning_rate=1e-2,2e-2,4e-2": (
+        f"python -m training.sweep --data my.txt --vary learning_rate=1e-3 {SMALL}"
+    ),
+    f"{MODERN}400 --max_steps 2000 --output_dir runs/shakespeare_longer": (
+        f"{MODERN}002 --max_steps 8 --output_dir runs/shakespeare_longer"
+    ),
     "mkdir -p /content/drive/MyDrive/runs": "mkdir -p drive",
-    f"{GPT2} --backup_dir /content/drive/MyDrive/runs --max_hours 11.5": f"{GPT2} --backup_dir drive --max_hours 11.5 {SMALL}",
+    f"{GPT2} --backup_dir /content/drive/MyDrive/runs --max_hours 11.5": (
+        f"{GPT2} --backup_dir drive --max_hours 11.5 {SMALL}"
+    ),
     "mkdir -p /mnt/bucket/runs": "mkdir -p drive/runs",
-    f"{GPT2} --backup_dir /mnt/bucket/runs --max_hours 11.5": f"{GPT2} --backup_dir drive/runs --output_dir runs/rented {SMALL}",
+    f"{GPT2} --backup_dir /mnt/bucket/runs --max_hours 11.5": (
+        f"{GPT2} --backup_dir drive/runs --output_dir runs/rented {SMALL}"
+    ),
     f"{TRAIN} --resume_from_checkpoint runs/gpt2": f"{TRAIN} --resume_from_checkpoint runs/gpt2 --max_steps 6",
 }
 

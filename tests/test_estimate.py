@@ -93,7 +93,8 @@ def test_folder_of_only_damaged_files_is_refused(tmp_path):
     (tmp_path / "text").mkdir()
     packed = gzip.compress("".join(texts(3)).encode())
     (tmp_path / "text" / "a.txt.gz").write_bytes(packed[:1000] + b"\xff" * 9000 + packed[10_000:])
-    sentence = r"^In a sample of .*text: it: 1 file of [\d,]+ bytes cannot be read in full, .*a\.txt\.gz \(cannot be read: Error"
+    sentence = r"^In a sample of .*text: it: 1 file of [\d,]+ bytes cannot be read in full, "
+    sentence += r".*a\.txt\.gz \(cannot be read: Error"
     assert_user_error(sentence, estimated, tmp_path / "text", tmp_path)
 
 

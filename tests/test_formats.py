@@ -119,7 +119,7 @@ def test_cached_stores_of_a_run_and_of_older_versions_are_named(old, monkeypatch
 
 
 def test_names_of_cached_stores_stay_the_same():
-    """A change here would rebuild all cached stores of all users: omit a new setting from `Recipe.settings` at its default."""
+    """A change here would rebuild users' cached stores: omit a new setting from `Recipe.settings` at its default."""
     corpus = {"text_column": None, "sample_by": "document", "chat_template": None, "strict": False}
     tokens = {"vocab_size": None, "tokenizer_type": "bpe", "tokenizer": None, "sample_bytes": 200000000}
     rest = {"pad_token": "<|pad|>", "special_tokens": [], "cleaning": ["normalize"], "dedup": "no", "input": ["x"]}

@@ -65,7 +65,7 @@ def test_bfloat16_is_used_on_request(run, capsys, monkeypatch):
 
 
 def test_generation_settings_of_a_model_neither_warn_nor_apply(run, a_copy, launch, capsys):
-    """Models fine-tuned by earlier versions have such settings. Transformers warned about max_length once per window."""
+    """Models fine-tuned by earlier versions have such settings. Transformers warned of max_length once per window."""
     GenerationConfig(max_length=16, repetition_penalty=9.0, do_sample=True).save_pretrained(a_copy / "model")
     job = launch("generate.py", a_copy / "model", "--prompt", "The", "--max_new_tokens", "40", *GREEDY)
     assert (job.stdout, job.stderr) == (written(capsys, run, *GREEDY, number=40), "")

@@ -250,7 +250,8 @@ def test_named_data_are_read_at_a_commit_that_the_store_records(tmp_path, launch
         story = {sha: {"0.jsonl": File(jsonl(prose(int(sha[0]), 800)), False)} for sha in (FIRST, NEWEST)}
         hub.repositories["datasets/roneneldan/TinyStories"] = Repository(False, story, {"main": NEWEST, "v1": FIRST})
         commands = [
-            f"tokenizer.pretokenize --input {name} --output {tmp_path / Path(name.split()[0]).stem}-store --vocab_size 300"
+            f"tokenizer.pretokenize --input {name} --output {tmp_path / Path(name.split()[0]).stem}-store "
+            "--vocab_size 300"
             for name in (f"{tmp_path}/mine.yaml", "tinystories --revision v1")
         ]
         output_of(launch, RUN_EACH, commands, environment(address, tmp_path))
@@ -316,7 +317,8 @@ def test_a_limit_stops_streaming_early(tmp_path, launch):
     limits = {"bytes": "30KB", "documents": "170"}
     with serving_datasets(**{name: {NEWEST: shards} for name in limits}) as (hub, address):
         commands = [
-            f"tokenizer.pretokenize --input user/{name} --output {tmp_path / name} --vocab_size 300 --max_{name} {limit}"
+            f"tokenizer.pretokenize --input user/{name} --output {tmp_path / name} --vocab_size 300 "
+            f"--max_{name} {limit}"
             for name, limit in limits.items()
         ]
         output_of(launch, RUN_EACH, commands, environment(address, tmp_path))

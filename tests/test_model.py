@@ -83,7 +83,7 @@ def native_of(model):
         native.model.embed_tokens.register_forward_hook(lambda _module, _ids, rows: F.rms_norm(rows, (16,), eps=1e-5))
         for layer in native.model.layers:
             layer.self_attn.scaling = model.config.attention_scale
-            # xIELU without its linear part and its negative half is softplus(alpha_p) * relu(x)^2; here the factor is 1.
+            # xIELU without its linear part and its negative half is softplus(alpha_p) * relu(x)^2, here with factor 1.
             for name, value in {"beta": 0.0, "alpha_n": -200.0, "alpha_p": math.log(math.e - 1)}.items():
                 getattr(layer.mlp.act_fn, name).data.fill_(value)
     native.set_attn_implementation(model.config._attn_implementation)
@@ -156,7 +156,8 @@ INITIAL_MODERN = {"wte": 1.0, "lm_head": 0.0, "attn.c_attn": 0.02, "mlp.c_fc": 0
 
 @pytest.mark.parametrize(("family", "expected"), [("gpt2", INITIAL), ("modern", INITIAL_MODERN)])
 def test_initial_weights(family, expected):
-    """In GPT-2, weights into the residual stream have 0.02 / sqrt(2 * 8) = 0.005. The modern family starts with a uniform distribution."""
+    """In GPT-2, weights into the residual stream have 0.02 / sqrt(2 * 8) = 0.005. The modern family starts with a
+    uniform distribution."""
     torch.manual_seed(0)
     config = GPT2ScratchConfig(vocab_size=64, n_positions=64, n_embd=64, n_layer=8, n_head=4, **FAMILIES[family])
     model, ids = GPT2ScratchForCausalLM(config), tokens(2, 64)

@@ -22,7 +22,7 @@ MACHINE_PATH = re.compile(r"/(home|mnt|opt|private|root|tmp|Users|var|work)/")
 
 
 def execute(last: str, **parameters) -> dict[str, str]:
-    """Runs the notebook where it lies, with other parameters, until the cell titled `last`; returns what each one printed."""
+    """Run the notebook in its folder, with other parameters, until the cell titled `last`. Return the printed texts."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     titles = re.findall(r"\*\*\d\. (.*?)\.\*\*", "".join(cell.source for cell in notebook.cells))
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -125,7 +125,8 @@ def test_a_repository_for_browsers_replaces_one_with_code_and_both_can_be_in_one
     assert (card.data.library_name, card.data.tags[0]) == ("transformers.js", "gpt2")
     assert "```python" not in card.text
     assert "config:" not in card.text
-    loss = r"\| `onnx/model\.onnx` \| fp32 \| 20 of 20 \| [\d.e-]+ \| (\d\.\d{4}) \|(?s:.*)tokens of validation text (?s:.*)"
+    loss = r"\| `onnx/model\.onnx` \| fp32 \| 20 of 20 \| [\d.e-]+ \| (\d\.\d{4}) \|(?s:.*)"
+    loss += r"tokens of validation text (?s:.*)"
     assert re.search(rf"{loss}is \1 for the model", card.text)
 
 

@@ -138,8 +138,10 @@ def test_a_text_streams_and_can_be_stopped(address, browser):
 
 CHARACTERS = [chr(i) for i in range(0x20000) if unicodedata.category(chr(i)) not in ("Cn", "Cs", "Co")]
 PIECES = [
-    *("the of and", "don't we'll 'S", " ", "  ", "\n\n", "\t", "1234", "½²Ⅷ١٢٣", "🙂👩‍👩‍👧", "日本語", "ไทยภาษา", "한국어", "क्षि"),
-    *("\x00", "\x1f", "\x85", "\u00a0", "\u3000", "\u2028", "\ufeff", "e\u0301", "ﬁ", "<|endoftext|>", "<|im_start|>", "!?", "__x"),
+    *("the of and", "don't we'll 'S", " ", "  ", "\n\n", "\t", "1234", "½²Ⅷ١٢٣", "🙂👩‍👩‍👧"),
+    *("日本語", "ไทยภาษา", "한국어", "क्षि"),
+    *("\x00", "\x1f", "\x85", "\u00a0", "\u3000", "\u2028", "\ufeff", "e\u0301", "ﬁ"),
+    *("<|endoftext|>", "<|im_start|>", "!?", "__x"),
 ]  # fmt: skip
 
 
@@ -151,7 +153,8 @@ def test_ids_are_those_of_python_for_2000_texts(address, browser, chats):
     page.choose("chats")
     page.write("the")
     _, tokenizer = load_with_tokenizer(chats)
-    script = "return arguments[0].map((text) => { const { tokenizer } = demo.models[1], ids = tokenizer.encode(text); return [ids, tokenizer.decode(ids)]; })"
+    script = "const { tokenizer } = demo.models[1]; return arguments[0].map((text) => "
+    script += "{ const ids = tokenizer.encode(text); return [ids, tokenizer.decode(ids)]; })"
     for text, (ids, decoded) in zip(texts, browser.execute_script(script, texts), strict=True):
         assert ids == tokenizer.encode(text), ascii(text)
         assert decoded == tokenizer.decode(ids, skip_special_tokens=True).rstrip("\ufffd")
@@ -315,10 +318,10 @@ def test_a_browser_without_webassembly_or_simd_gives_a_sentence(flags, address, 
 @needs_package
 def test_the_policy_forbids_code_in_texts_and_other_hosts(address, browser):
     browser.get(address)
-    code = "const it = document.createElement('script'); it.textContent = 'globalThis.ran = 1'; document.body.append(it); return globalThis.ran"
-    assert browser.execute_script(code) is None
-    evaluated = "const it = document.createElement('a'); it.setAttribute('onclick', 'globalThis.ran = 1'); it.click(); return globalThis.ran"
-    assert browser.execute_script(evaluated) is None
+    code = "const it = document.createElement('script'); it.textContent = 'globalThis.ran = 1'; "
+    assert browser.execute_script(f"{code}document.body.append(it); return globalThis.ran") is None
+    code = "const it = document.createElement('a'); it.setAttribute('onclick', 'globalThis.ran = 1'); "
+    assert browser.execute_script(f"{code}it.click(); return globalThis.ran") is None
     request = "return fetch('http://127.0.0.1:9/').then(() => 'sent', (error) => error.message)"
     assert browser.execute_script(request) == "Failed to fetch"
     [policy] = re.findall('http-equiv="Content-Security-Policy" content="(.*?)"', static_page_text())

@@ -203,7 +203,8 @@ def test_other_special_tokens_are_accepted(token):
 
 def test_ignored_and_impossible_settings_are_reported():
     assert problems(VocabularyArguments()) == []
-    ignored = "special_tokens apply only to a BPE trained on the text; leave out special_tokens, or tokenizer and tokenizer_type."
+    ignored = "special_tokens apply only to a BPE trained on the text; leave out special_tokens, or tokenizer and "
+    ignored += "tokenizer_type."
     assert problems(VocabularyArguments(tokenizer="x", special_tokens=["<|a|>"])) == [ignored]
     assert problems(VocabularyArguments(tokenizer_type="character", special_tokens=["<|a|>"])) == [ignored]
     assert problems(VocabularyArguments(tokenizer_type="character", vocab_size=65)) == []
@@ -287,7 +288,8 @@ def test_a_saved_tokenizer_is_used_without_transformers(tmp_path):
     vocabulary.save(theirs, tmp_path / "theirs")
     (tmp_path / "my.txt").write_text(PROSE)
     command = ["--input", str(tmp_path / "my.txt"), "--tokenizer", str(tmp_path / "theirs")]
-    code = f"import sys; from tokenizer import pretokenize; pretokenize.main({[*command, '--output', str(tmp_path / 'out')]})"
+    command += ["--output", str(tmp_path / "out")]
+    code = f"import sys; from tokenizer import pretokenize; pretokenize.main({command})"
     code += "; assert sys.modules.keys() & {'tokenizers', 'transformers', 'torch'} == {'tokenizers'}"
     environment = os.environ | {"USE_TORCH": "0"}  # as the command sets it
     subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, env=environment)

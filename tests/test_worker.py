@@ -1,4 +1,4 @@
-"""Worker processes that are killed at any time, and shards on several machines: the resulting store is the same to the byte."""
+"""Worker processes that are killed at any time, and shards on several machines: the store is the same to the byte."""
 
 import json
 import multiprocessing

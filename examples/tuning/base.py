@@ -66,7 +66,7 @@ class OriginalText:
 
 def load(tuning: Tuning) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, OriginalText]:
     """Load the model in fp32, its tokenizer and its original text; set the options that `tuning` leaves open.
-    Raise a `UserError` if the model cannot be loaded, or the requested original text is missing or of another tokenizer."""
+    Raise a `UserError` if the model cannot be loaded, or requested original text is missing or of another tokenizer."""
     source = find_model(tuning.model)
     model, tokenizer = load_any_model(source, torch.float32)
     record = record_of(tuning)
@@ -104,7 +104,7 @@ def extend_record(tuning: Tuning, learned: Learned, original: OriginalText, fold
 def original_store(
     tuning: Tuning, record: dict[str, Any], source: str, tokenizer: PreTrainedTokenizerBase
 ) -> TokenStore | None:
-    """Return the store of `original_data`, of the model's `record` or of the run; None if it is missing and was not requested."""
+    """Return the store of `original_data`, of the model's `record` or of the run; None if missing and not requested."""
     try:
         store, _ = store_and_masking(tuning.model, tuning.original_data or record["original_data"], "original_data")
     except UserError as error:

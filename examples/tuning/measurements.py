@@ -12,7 +12,8 @@ MEASURED = 200  # held-out prompts whose answers are scored
 # Explanations of the rows of the results.
 MEANINGS = {
     "loss": "nats per token of {scored} held-out {unit}",
-    "exact match": "share of {scored} held-out {unit} whose {answer} answer greedy generation gives exactly, to its end",
+    "exact match": "share of {scored} held-out {unit} whose {answer} answer greedy generation gives exactly, "
+    "to its end",
     "preference accuracy": "share of {scored} held-out pairs whose chosen answer has the higher log-likelihood",
     "original, bits per byte": "on up to 200 windows of the held-out text of the pre-training",
 }
@@ -20,7 +21,7 @@ MEANINGS = {
 
 @torch.no_grad()
 def mean_loss(model: PreTrainedModel, rows: Iterable[dict[str, list[int]]]) -> tuple[float, int]:
-    """Return the loss in nats per token and the number of tokens, of rows with `input_ids` and `labels` (-100: not counted)."""
+    """Return nats per token and the number of tokens, of rows with `input_ids` and `labels` (-100: not counted)."""
     model.eval()
     nats, tokens = 0.0, 0
     for row in rows:
@@ -33,9 +34,9 @@ def mean_loss(model: PreTrainedModel, rows: Iterable[dict[str, list[int]]]) -> t
 
 @torch.no_grad()
 def score(model: PreTrainedModel, answers: Iterable[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-    """Return the log-likelihood of each answer after its prompt in nats, and whether it is the greedy answer, from pairs of ids.
-    As in lm-eval, an answer is greedy if each token is the most likely one after the tokens before it: greedy generation repeats
-    exactly this answer. An answer that does not fit the context is cut, and is not greedy."""
+    """Return the log-likelihood of each answer after its prompt in nats, and whether it is the greedy answer, from
+    pairs of ids. As in lm-eval, an answer is greedy if each token is the most likely one after the tokens before it:
+    greedy generation repeats exactly this answer. An answer that does not fit the context is cut, and is not greedy."""
     model.eval()
     context, scores = model.config.max_position_embeddings, []
     for prompt, answer in answers:
@@ -48,8 +49,8 @@ def score(model: PreTrainedModel, answers: Iterable[tuple[list[int], list[int]]]
 
 
 def until(end: int, ids: list[int]) -> list[int]:
-    """Return the ids to the last one that equals `end`: after the token that ends a turn, a template may write a line break. All of
-    them if there is none, because the answer was cut."""
+    """Return the ids to the last one that equals `end`: after the token that ends a turn, a template may write a line
+    break. All of them if there is none, because the answer was cut."""
     return ids[: len(ids) - ids[::-1].index(end)] if end in ids else ids
 
 

@@ -37,8 +37,8 @@ class UselessError(ValueError):
 
 def read_examples(tuning: Tuning, example_of: Callable[[dict[str, Any]], Any]) -> list[Any]:
     """Return `example_of` each record of the files, or of the beginning of a Hub dataset.
-    It raises a `ValueError` for a wrong record. In a file this is a `UserError` with the line; in a Hub dataset, which a user cannot
-    correct, the record is left out and counted."""
+    It raises a `ValueError` for a wrong record. In a file this is a `UserError` with the line; in a Hub dataset, which
+    a user cannot correct, the record is left out and counted."""
     limit, left_out, examples = tuning.max_documents, Counter(), []
     if tuning.hub is not None:
         limit = limit or HUB_RECORDS
@@ -70,8 +70,8 @@ def read_examples(tuning: Tuning, example_of: Callable[[dict[str, Any]], Any]) -
 
 
 def splits(examples: list[Any], prompts: list[Any], tuning: Tuning, unit: str) -> tuple[Dataset, Dataset]:
-    """Split into examples for training and a held-out tenth of the prompts, with all of their examples. A prompt may be a list of
-    messages. Raise a `UserError` for fewer than two prompts."""
+    """Split into examples for training and a held-out tenth of the prompts, with all of their examples. A prompt may be
+    a list of messages. Raise a `UserError` for fewer than two prompts."""
     keys = [json.dumps(prompt) for prompt in prompts]
     shuffled = list(dict.fromkeys(keys))
     if len(shuffled) < 2:

@@ -34,7 +34,8 @@ class Tuning:
     model: str | None = setting(None, "A run, a checkpoint, a model folder or a Hub id.", needed=("a model", EXAMPLE))
     data: str | None = setting(
         None,
-        "File, folder or pattern of the new text, chats or pairs, a name of `python -m tokenizer.pretokenize --list`, or a Hub dataset.",
+        "File, folder or pattern of the new text, chats or pairs, a name of `python -m tokenizer.pretokenize --list`, "
+        "or a Hub dataset.",
         needed=("a file", EXAMPLE),
     )
     max_documents: int | None = setting(
@@ -88,8 +89,8 @@ class Tuning:
 
     @cached_property
     def files(self) -> dict[str, str]:
-        """Kind of each file of `data`. These are the files with records, if there are any: a folder of them may also have a
-        README.md, for example. Otherwise, they are the files of text."""
+        """Kind of each file of `data`. These are the files with records, if there are any: a folder of them may also
+        have a README.md, for example. Otherwise, they are the files of text."""
         kinds = {file.path: kind_of(file.path) for file in Corpus([self.data], CorpusArguments()).all_files}
         used = {path: kind for path, kind in kinds.items() if kind != "text"}
         wanted = "records" if used else "text"
@@ -128,15 +129,15 @@ class Tuning:
 
 
 def default_rate(width: int, lora: bool) -> float:
-    """Return the learning rate of `get_lr` in the Tinker cookbook (Thinking Machines) for models like Llama, to two digits.
-    LoRA uses ten times this rate: Schulman et al. 2025, "LoRA Without Regret", with `lora_alpha` 32 as here."""
+    """Return the learning rate of `get_lr` in the Tinker cookbook (Thinking Machines) for models like Llama, to two
+    digits. LoRA uses ten times this rate: Schulman et al. 2025, "LoRA Without Regret", with `lora_alpha` 32 as here."""
     return float(f"{(5e-4 if lora else 5e-5) * (2000 / width) ** 0.781:.2g}")
 
 
 def start(recipe: Callable[[list[str]], None]) -> None:
-    """Run a recipe as a command. Of several processes, only the first one prints to stdout. Without a launcher, only the first GPU is
-    visible: Trainer would use all of them in one process (`DataParallel`). The model is not sharded, even if the launcher asks for it,
-    because one process saves it."""
+    """Run a recipe as a command. Of several processes, only the first one prints to stdout. Without a launcher, only
+    the first GPU is visible: Trainer would use all of them in one process (`DataParallel`). The model is not sharded,
+    even if the launcher asks for it, because one process saves it."""
     warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)  # TRL and PEFT use an old name
     keep_accelerate_from_sharding()
     disable_progress_bars()  # of `datasets`: short, and several for each step of TRL

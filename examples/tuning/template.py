@@ -10,8 +10,8 @@ from common.chat_rendering import TemplateLimitError
 from common.errors import UserError
 from modeling_gpt2scratch.prompts import turn_end
 
-# Template for a tokenizer without one. No token is added: a turn of the assistant ends with the end-of-text token, which the
-# model already knows from pre-training. TRL computes the loss on the text between the `generation` tags.
+# Template for a tokenizer without one. No token is added: a turn of the assistant ends with the end-of-text token,
+# which the model already knows from pre-training. TRL computes the loss on the text between the `generation` tags.
 PLAIN_TURNS = """\
 {%- for message in messages %}
 {%- set content = message['content'] | replace(eos_token, '') | trim %}
@@ -40,8 +40,8 @@ def give_template(tokenizer: PreTrainedTokenizerBase) -> int:
     Raise a `UserError` if no added token ends it."""
     if tokenizer.chat_template is None and tokenizer.eos_token is None:
         raise UserError(
-            f"The tokenizer of {len(tokenizer)} tokens has no end-of-text token, so answers would never stop; use a model "
-            "with a BPE tokenizer."
+            f"The tokenizer of {len(tokenizer)} tokens has no end-of-text token, so answers would never stop; use a "
+            "model with a BPE tokenizer."
         )
     tokenizer.chat_template = tokenizer.chat_template or PLAIN_TURNS
     if (end := turn_end(tokenizer)) is None:

@@ -27,14 +27,15 @@ class Progress(ProgressCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if self.training_bar is not None and "loss" in logs:
-            values = f"loss {float(logs['loss']):.3f}  norm {float(logs['grad_norm']):.2f}  lr {float(logs['learning_rate']):.1e}"
+            loss, norm, rate = (float(logs[name]) for name in ("loss", "grad_norm", "learning_rate"))
+            values = f"loss {loss:.3f}  norm {norm:.2f}  lr {rate:.1e}"
             self.training_bar.write(f"step {state.global_step}/{state.max_steps}  {values}")
 
 
 def lora(tuning: Tuning):
     """Return PEFT's configuration, or None for training all weights.
-    PEFT knows default layers only for architectures in its own list. `all-linear` means the four matrices of each block, in
-    attention and MLP, but not the head: a tied head stays tied."""
+    PEFT knows default layers only for architectures in its own list. `all-linear` means the four matrices of each
+    block, in attention and MLP, but not the head: a tied head stays tied."""
     if tuning.lora_rank == 0:
         return None
     from peft import LoraConfig
@@ -56,7 +57,7 @@ def shared_settings(tuning: Tuning) -> dict[str, Any]:
         "logging_steps": 10,
         "save_strategy": "no",
         "ddp_find_unused_parameters": False,
-        "use_cpu": not torch.accelerator.is_available(),  # otherwise, several processes without a GPU would not be connected
+        "use_cpu": not torch.accelerator.is_available(),  # otherwise, processes without a GPU would not be connected
         "dataloader_pin_memory": torch.cuda.is_available(),
         "report_to": "none",
     }
@@ -120,7 +121,8 @@ def save(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning, f
     model = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
     if not all(weights.isfinite().all() for weights in model.parameters()):
         raise UserError(
-            f"The weights are not finite after training at a peak rate of {tuning.learning_rate:g}; set a lower --learning_rate."
+            f"The weights are not finite after training at a peak rate of {tuning.learning_rate:g}; "
+            "set a lower --learning_rate."
         )
     if tuning.lora_rank:
         model.save_pretrained(folder / "adapter")

@@ -2,8 +2,9 @@
 
 python tests/fake_cuda/compile_runtime.py FOLDER
 
-CUDA functions that torch's libraries import and the C files do not define are generated. They return success and do nothing.
-Functions that would compute are recorded as a kernel. The rest of the driver, which Triton links against, is also generated.
+CUDA functions that torch's libraries import and the C files do not define are generated. They return success and do
+nothing. Functions that would compute are recorded as a kernel. The rest of the driver, which Triton links against, is
+also generated.
 """
 
 import re

@@ -2,11 +2,11 @@
 
 python tests/fake_cuda/observed_run.py RESULT.json [flags of train_accelerate.py]
 
-Every step after the first runs under `set_sync_debug_mode("error")`. Validation is skipped, because the device would have to count
-the scored tokens, and this device computes nothing.
+Every step after the first runs under `set_sync_debug_mode("error")`. Validation is skipped, because the device would
+have to count the scored tokens, and this device computes nothing.
 
-TORCHINDUCTOR_BENCHMARK_KERNEL=1 makes Inductor record the bytes of each kernel. The graphs that the first step compiled are then
-read from Inductor's cache, and TORCHINDUCTOR_CACHE_DIR must name an empty folder.
+TORCHINDUCTOR_BENCHMARK_KERNEL=1 makes Inductor record the bytes of each kernel. The graphs that the first step compiled
+are then read from Inductor's cache, and TORCHINDUCTOR_CACHE_DIR must name an empty folder.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ BUFFER = re.compile(r"= empty_strided_cuda\(\(([\d, ]+)\), \([\d, ]*\), torch\.f
 
 
 def compiled_graphs(cache: Path) -> dict:
-    """Return the gigabytes that the Triton kernels of all graphs read and write, and the shapes of their fp32 buffers."""
+    """Return the gigabytes that the Triton kernels of all graphs read and write, and shapes of their fp32 buffers."""
     gigabytes, buffers = 0.0, set()
     for file in cache.rglob("*.py"):
         code = file.read_text(encoding="utf-8")

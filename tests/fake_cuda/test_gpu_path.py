@@ -74,7 +74,7 @@ MEMORY = [(card, preset) for card in ("T4", "L4", "H100") for preset in ("gpt2_s
 
 @pytest.mark.parametrize(("card", "preset"), MEMORY)
 def test_peak_memory_matches_the_plan_and_no_step_synchronizes(card, preset, stores, tmp_path, record):
-    """Uses the micro-batch that `auto` chooses. A T4 trains in fp16 with loss scaling. Larger batches of a preset are accumulated."""
+    """Uses the micro-batch of `auto`. A T4 trains in fp16 with loss scaling. Presets' larger batches accumulate."""
     store = stores / ("50257" if preset == "gpt2" else "32000")
     seen = planned(card, tmp_path, store, "--config", f"presets/{preset}.yaml", "--torch_compile", "false")
     if preset == "gpt2":
@@ -92,7 +92,8 @@ def test_fp16_works_compiled_and_with_gradient_accumulation_on_a_small_gpu(store
     assert "Not enough SMs" not in seen["output"]
 
 
-MODERN = "--rope_theta 10000 --normalization rms_norm --use_bias false --activation_function relu2 --attention_scale 0.12 --n_head 6"
+MODERN = "--rope_theta 10000 --normalization rms_norm --use_bias false --activation_function relu2 "
+MODERN += "--attention_scale 0.12 --n_head 6"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ MODERN = "--rope_theta 10000 --normalization rms_norm --use_bias false --activat
 def test_a_step_of_gpt2_small_seed_stays_within_its_budget(
     name, more, most_launches, most_gb, stores, tmp_path, record
 ):
-    """Limits for 12 layers, 64 x 512 tokens, compiled: kernel launches, bytes moved by Triton kernels, and no fp32 logits."""
+    """Limits for 12 layers, 64 x 512 tokens, compiled: launches, bytes that Triton kernels move, and no fp32 logits."""
     cache = {"TORCHINDUCTOR_CACHE_DIR": tmp_path / "cache", "TORCHINDUCTOR_BENCHMARK_KERNEL": "1"}
     flags = ("--config", "presets/gpt2_small_seed.yaml", "--per_device_train_batch_size", "64", *more.split())
     seen = planned("H100", tmp_path, stores / "32000", *flags, FAKE_GPU_LOG=tmp_path / "log", **cache)

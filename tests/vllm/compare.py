@@ -1,6 +1,6 @@
 """Compare vLLM's greedy tokens and their log-probabilities with those of `generate`. run.sh calls both commands.
 
-python compare.py write FOLDER      # with this repository: save the models, their native twins and the tokens of `generate`
+python compare.py write FOLDER      # with this repository: save models, their native twins and the tokens of `generate`
 python compare.py compare FOLDER    # without this repository: compare with vLLM's tokens, from the saved folders alone
 """
 
@@ -90,7 +90,8 @@ def compare(folder: Path) -> None:
             equal = written == tokens and error < LIMIT
             different += not equal
             print(
-                f"{kind}, {backend}, prompt of {len(prompt)}: {'equal' if equal else 'DIFFERENT'}, log-probabilities {error:.1e}"
+                f"{kind}, {backend}, prompt of {len(prompt)}: {'equal' if equal else 'DIFFERENT'}, "
+                f"log-probabilities {error:.1e}"
             )
             if written != tokens:
                 print(f"  generate: {tokens}\n  vLLM:     {written}")

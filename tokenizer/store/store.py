@@ -107,7 +107,7 @@ class TokenStore:
 
     def __init__(self, folder: str | Path):
         """Open the store in `folder`.
-        Raise a `UserError` if there is none, or it is unfinished, damaged, of a newer format or has another tokenizer."""
+        Raise a `UserError` if none exists, or it is unfinished, damaged, of a newer format or has another tokenizer."""
         self.folder = Path(folder)
         self.metadata = read_metadata(self.folder)
         problems = []

@@ -38,8 +38,8 @@ POWER_LAWS, MEASURED_FLOPS = {"gpt2": (18.42, 0.0812), "modern": (67.35, 0.1283)
 MOST_EPOCHS, MOST_PARAMETERS = 8, 10
 EPOCHS_AS_NEW = 4  # repeated tokens are worth nearly as much as new ones (Muennighoff et al. 2023, section 6)
 EXPONENT = 0.353  # of N and D in the loss (same source, equation 12)
-# Decay of the value of repeated tokens, and of parameters beyond the best number for U: published, and measured here for
-# texts of at most SMALL_TEXT tokens.
+# Decay of the value of repeated tokens, and of parameters beyond the best number for U: published, and measured here
+# for texts of at most SMALL_TEXT tokens.
 REPEATS, EXCESS = 15.4, 5.3
 SMALL_TEXT, SMALL_REPEATS, SMALL_EXCESS = 1e7, 8, 50
 LARGEST_DECAY = 0.5  # runs of few steps would have more; nothing above was tried

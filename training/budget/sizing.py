@@ -76,8 +76,8 @@ class Option:
 
     @property
     def worths(self) -> list[tuple[float, float]]:
-        """For each known decay of the value of repeated tokens: what all tokens are worth in new ones, and the last epoch
-        relative to the first."""
+        """For each known decay of the value of repeated tokens: value of all tokens in new ones, and value of the last
+        epoch relative to the first."""
         pairs, amounts = [], (self.tokens, self.tokens - self.unique)
         for scale in scaling.repeat_scales(self.unique):
             worth, previous_worth = (scaling.effective(amount, self.unique, scale) for amount in amounts)
@@ -159,8 +159,8 @@ def resolve(
 
 
 def _shortened(config: TrainConfig, accelerator: Accelerator, stores: list[TokenStore] | None) -> TrainConfig:
-    """Return the configuration with an average of the weights if `data` is repeated, and with fewer steps if the default
-    file's, for its own text, would repeat it too often."""
+    """Return the configuration with an average of the weights if `data` is repeated, and with fewer steps if those of
+    the default file, for its own text, would repeat it too often."""
     if config.sources.get("max_steps") != "quickstart" or "data" not in config.flags:
         return config
     store = stores[0] if stores else open_store(config.recipe, printer(accelerator))

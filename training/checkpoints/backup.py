@@ -186,8 +186,8 @@ class Backup:
             except OSError as error:
                 if self.problem is None:
                     self.say(
-                        f"WARNING: {name} could not be copied to {self.there.path} ({_reason(error)}). Training continues, "
-                        "and the copy will be retried."
+                        f"WARNING: {name} could not be copied to {self.there.path} ({_reason(error)}). Training "
+                        "continues, and the copy will be retried."
                     )
                 self.problem = _reason(error)
                 return
@@ -196,7 +196,7 @@ class Backup:
             self.problem, self.copying, self.copied = None, None, name
 
     def _restore_best(self) -> None:
-        """Restore the best of the earlier checkpoints, too, if it is not damaged: it may become the model of the run."""
+        """Restore the best of the earlier checkpoints, too, if it is not damaged: it may become the run's model."""
         by_step = {step_of(checkpoint): checkpoint for checkpoint in complete_checkpoints(self.there.checkpoints)}
         best = by_step.get(best_step(self.run.metrics, by_step))
         if best is not None and not (self.run.checkpoints / best.name).exists():

@@ -94,7 +94,7 @@ def _missing_to_compile() -> str:
 
 
 def prepare_compiler() -> None:
-    """Prepare Inductor and its cache for this process. After a restart because of a lock, it is a folder of this run."""
+    """Prepare Inductor and its cache for this process. After a restart due to a lock, it is a folder of this run."""
     if folder := restarted().get("compiler_cache"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     _filelock.FileLock.acquire = _acquire
@@ -113,8 +113,8 @@ def _begin_to_compile(_folder: str) -> None:
 
 
 def _compile_first_kernel() -> None:
-    """Find the vector instructions that the C++ compiler and this CPU support, and compile the header of all kernels. If
-    this fails, the compilation of the model fails in the same way, and reports it."""
+    """Find the vector instructions that the C++ compiler and this CPU support, and compile the header of all kernels.
+    If this fails, the compilation of the model fails in the same way, and reports it."""
     from torch._inductor import codecache, cpu_vec_isa
 
     with suppress(Exception):

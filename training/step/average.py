@@ -13,7 +13,7 @@ class WeightAverage:
     """Average of a model's weights in fp32, as large as the weights, sharded like them."""
 
     def __init__(self, model: nn.Module, horizon: int):
-        """`horizon`: steps after which a weight counts 1 / e in the average. Before that many steps, all count alike."""
+        """`horizon`: steps after which a weight counts 1 / e in the average. Before that many, all count alike."""
         self.horizon = horizon
         self.parameters = dict(model.named_parameters())
         self.averages = {name: local(parameter).detach().clone() for name, parameter in self.parameters.items()}

@@ -41,7 +41,7 @@ def whole_like(shard: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def read_tensors(path: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a safetensors file with their names, one at a time, so that a caller can keep its shard only.
+    """Yield the tensors of a safetensors file with their names, one at a time, so that callers can keep only a shard.
     Raise a `UserError` if the file cannot be read, or if names, shapes, types or values are not those of a saved run
     with these `shapes`."""
     try:
