@@ -58,6 +58,7 @@ class RunLog(AbstractContextManager):
         Only the first step of a process is waited for. It compiles, so it is excluded from speed and ETA."""
         if self.main:
             self.screen.steps += 1
+            self.screen.max_steps = self.plan.max_steps  # a run with a budget corrects it after a log line
         if self.first_step_is_done:
             self.speed.count(self.plan.tokens_per_step)
             return
@@ -102,7 +103,6 @@ class RunLog(AbstractContextManager):
             reference = self.reference.compared(entry) if self.reference is not None else ""
             self.screen.validated(entry, best_evaluation(read_metrics(self.folder.metrics)), reference)
         else:
-            self.screen.max_steps = self.plan.max_steps  # a run with a budget corrects it
             self.screen.show(entry, time.monotonic() - self.began, eta)
         for advice in self.advisor.look(entry, waiting_share):
             self.say(f"ADVICE: {advice.text}")
