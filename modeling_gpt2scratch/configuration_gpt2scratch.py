@@ -6,8 +6,8 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-# Written to every saved config.json, so that a folder or a Hub repository includes its code. All classes are listed, because
-# saving one registers only itself: vLLM and SGLang load models through `AutoModel`.
+# Written to every saved config.json, so that a folder or a Hub repository includes its code. All classes are listed,
+# because saving one registers only itself: vLLM and SGLang load models through `AutoModel`.
 AUTO_MAP = {
     "AutoConfig": "configuration_gpt2scratch.GPT2ScratchConfig",
     "AutoModel": "modeling_gpt2scratch.GPT2ScratchModel",
@@ -35,13 +35,14 @@ class GPT2ScratchConfig(PreTrainedConfig):
         n_layer: number of blocks.
         n_head: number of attention heads; divides `n_embd`.
         n_inner: width of the MLP; `None` means `4 * n_embd`.
-        activation_function: a name from Transformers' `ACT2FN`: `gelu` is exact, `gelu_new` GPT-2's tanh approximation, `relu2`
-            squared ReLU (So et al. 2021, "Primer").
-        rope_parameters: `{"rope_type": "default", "rope_theta": 10000.0}` for rotary positions (Su et al. 2021, "RoFormer");
-            Transformers' `linear`, `yarn` and `llama3` scale them to a longer context. `None` for learned positions.
-        normalization: `layer_norm`, or `rms_norm` without weights (Zhang and Sennrich 2019), also after the embedding and on the
-            queries and keys of each head. With `rms_norm`, projections into the residual stream start at zero; so does an untied
-            head, and its embedding starts with standard deviation 1.
+        activation_function: a name from Transformers' `ACT2FN`: `gelu` is exact, `gelu_new` GPT-2's tanh approximation,
+            `relu2` squared ReLU (So et al. 2021, "Primer").
+        rope_parameters: `{"rope_type": "default", "rope_theta": 10000.0}` for rotary positions (Su et al. 2021,
+            "RoFormer"); Transformers' `linear`, `yarn` and `llama3` scale them to a longer context. `None` for learned
+            positions.
+        normalization: `layer_norm`, or `rms_norm` without weights (Zhang and Sennrich 2019), also after the embedding
+            and on the queries and keys of each head. With `rms_norm`, projections into the residual stream start at
+            zero; so does an untied head, and its embedding starts with standard deviation 1.
         use_bias: biases in linear layers and LayerNorms. The head has none.
         attention_scale: factor of the attention scores; `None` means 1 / sqrt(n_embd / n_head).
         embd_pdrop: dropout probability after the embeddings.
@@ -118,7 +119,7 @@ class GPT2ScratchConfig(PreTrainedConfig):
 
     @property
     def has_large_embedding(self) -> bool:
-        """True if the embedding is normalized and not a head. It starts with standard deviation 1, and the head at zero."""
+        """True if the embedding is normalized and not a head: it starts with standard deviation 1, the head at zero."""
         return self.is_modern and not self.tie_word_embeddings
 
     def validate_architecture(self):
@@ -161,18 +162,19 @@ class GPT2ScratchConfig(PreTrainedConfig):
         is_scaled = kind in SCALED_ROPE and "partial_rotary_factor" not in rope
         if not (is_plain or is_scaled) or not are_numbers or not (1.0 < theta < math.inf and factor >= 1.0):
             problems.append(
-                f"rope_parameters is {rope} but must be {{'rope_type': 'default', 'rope_theta': N}} with a finite N above 1, the "
-                f"parameters of {', '.join(SCALED_ROPE)} with a factor of at least 1, or None for learned positions"
+                f"rope_parameters is {rope} but must be {{'rope_type': 'default', 'rope_theta': N}} with a finite N "
+                f"above 1, the parameters of {', '.join(SCALED_ROPE)} with a factor of at least 1, or None for learned "
+                "positions"
             )
         if self.n_head >= 1 and self.n_embd % (2 * self.n_head) == self.n_head:
             problems.append(
-                f"rope_parameters rotates pairs of channels but a head has n_embd / n_head = {self.n_embd // self.n_head}, an odd "
-                f"number"
+                f"rope_parameters rotates pairs of channels but a head has n_embd / n_head = "
+                f"{self.n_embd // self.n_head}, an odd number"
             )
         return problems
 
     def convert_rope_params_to_dict(self, **kwargs):
-        """Complete `rope_parameters`, also from a lone `rope_theta`. Transformers would replace None with its default."""
+        """Complete `rope_parameters`, also from a lone `rope_theta`. Transformers would replace None by its default."""
         if self.rope_parameters is None and kwargs.get("rope_theta") is None:
             return kwargs
         return super().convert_rope_params_to_dict(**kwargs)

@@ -1,10 +1,10 @@
-"""GPT-2 from scratch (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"), and a modern variant.
+"""GPT-2 from scratch (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"), also modernized.
 
 Reads bottom-up, smallest part first: attention, MLP, block, model, language model. Parameter names are GPT-2's, with
 `nn.Linear` in place of `Conv1D`. Shapes: B batch, T tokens, C = n_embd, nh = n_head, hs = C / nh, V = vocab_size.
 
-Fields of the configuration choose between the two families. The modern family has rotary instead of learned positions, RMSNorm
-without weights (also after the embedding and on queries and keys), no biases, and squared ReLU.
+Fields of the configuration choose between the two families. The modern family has rotary instead of learned positions,
+RMSNorm without weights (also after the embedding and on queries and keys), no biases, and squared ReLU.
 """
 
 import math
@@ -42,7 +42,7 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention (Vaswani et al. 2017, equation 1). Return the output (B, T, nh, hs) and the weights (B, nh, T, S)."""
+    """Compute attention (Vaswani et al. 2017, equation 1). Return output (B, T, nh, hs) and weights (B, nh, T, S)."""
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling  # (B, nh, T, S)
     if attention_mask is not None:
         scores = scores + attention_mask
@@ -52,10 +52,10 @@ def eager_attention_forward(
 
 
 def residual_projection(config: GPT2ScratchConfig, in_features: int) -> nn.Linear:
-    """Return a linear layer into the residual stream. Its initial weights are those of GPT-2, section 2.3, or zero with RMSNorm.
+    """Return a linear layer into the residual stream, initialized as in GPT-2, section 2.3, or to zero with RMSNorm.
 
-    The `nn.Linear` itself holds their standard deviation because Transformers does not call `_init_weights` for modules of
-    custom code that have no parameters of their own, such as attention and MLP.
+    The `nn.Linear` itself holds their standard deviation because Transformers does not call `_init_weights` for modules
+    of custom code that have no parameters of their own, such as attention and MLP.
     """
     linear = nn.Linear(in_features, config.n_embd, bias=config.use_bias)
     linear.initial_std = 0.0 if config.is_modern else config.initializer_range / math.sqrt(2 * config.n_layer)
@@ -70,7 +70,7 @@ def normalization(config: GPT2ScratchConfig) -> nn.Module:
 
 
 def rotary_embedding(config: GPT2ScratchConfig, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return cosine and sine, (B or 1, T, 1, hs / 2) in fp32, of each position's angles (Su et al. 2021, "RoFormer", equation 15).
+    """Return cosine and sine of each position's angles (Su et al. 2021, eq. 15): (B or 1, T, 1, hs / 2) in fp32.
 
     They are computed in each call: a buffer would hold random memory in a model that was loaded from the meta device.
     """
@@ -182,7 +182,7 @@ class GPT2ScratchBlock(GradientCheckpointingLayer):
 class GPT2ScratchPositionEmbedding(nn.Embedding):
     """Learned position embeddings, added to the input.
 
-    One module has both inputs, so that a pipeline stage without it passes its input on and does not add the positions twice.
+    One module has both inputs, so that a pipeline stage without it passes its input on and adds no positions again.
     """
 
     def forward(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
@@ -214,8 +214,8 @@ class GPT2ScratchPreTrainedModel(PreTrainedModel):
     def _adjust_missing_and_unexpected_keys(self, loading_info):
         """Load a language model's checkpoint without a warning about its head.
 
-        `_keys_to_ignore_on_load_unexpected` would do the same, but vLLM reads it as a list of weights to drop and would serve
-        an untied model with a random head.
+        `_keys_to_ignore_on_load_unexpected` would do the same, but vLLM reads it as a list of weights to drop and would
+        serve an untied model with a random head.
         """
         super()._adjust_missing_and_unexpected_keys(loading_info)
         loading_info.unexpected_keys -= {"lm_head.weight"}
@@ -226,7 +226,7 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
 
     def __init__(self, config: GPT2ScratchConfig):
         super().__init__(config)
-        config.validate_architecture()  # `from_pretrained(path, field=value)` changes a valid configuration without a check
+        config.validate_architecture()  # `from_pretrained(path, field=value)` changes one without a check
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wte.initial_std = 1.0 if config.has_large_embedding else None
         self.ln_e = normalization(config) if config.is_modern else nn.Identity()
@@ -268,8 +268,8 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
             inputs_embeds = self.wte(input_ids)  # (B, T, C)
         self.check_context(inputs_embeds.shape[1], position_ids, past_key_values)
 
-        # Build the mask before the cache and the default positions: packed documents are recognized only without a cache,
-        # and under torch.compile, arange positions would be treated as packed and cost a (T, T) mask.
+        # Build the mask before the cache and the default positions: packed documents are recognized only without a
+        # cache, and under torch.compile, arange positions would be treated as packed and cost a (T, T) mask.
         causal_mask = None
         if not self.is_plainly_causal(attention_mask, position_ids, past_key_values):
             causal_mask = create_causal_mask(
@@ -337,7 +337,7 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
 
 
 def is_exporting() -> bool:
-    """Return whether torch.export runs. Before torch 2.13, `torch.compiler.is_exporting` is true in any torch.compile."""
+    """Return whether torch.export runs. Before torch 2.13, `torch.compiler.is_exporting` is true while compiling."""
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
@@ -417,8 +417,8 @@ class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
         """Compute logits and, if labels are given, the mean cross-entropy loss in nats.
 
         Args:
-            labels: (B, T) of any integer type; they are shifted here, and -100 is ignored. `num_items_in_batch` divides the
-                summed loss instead of the number of targets; `shift_labels` are used without shifting.
+            labels: (B, T) of any integer type; they are shifted here, and -100 is ignored. `num_items_in_batch` divides
+                the summed loss instead of the number of targets; `shift_labels` are used without shifting.
             logits_to_keep: compute logits only for the last k positions (0: all) or for the given positions.
 
         The other arguments are those of `GPT2ScratchModel`.
@@ -438,7 +438,7 @@ class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
 
 
 class GPT2ScratchClassifier(GPT2ScratchPreTrainedModel):
-    """Base class of classifiers. Transformers' mixins have the `forward`, but their `__init__` asks to trust the code again."""
+    """Base class of classifiers. Transformers' mixins have `forward`, but their `__init__` asks to trust code again."""
 
     def __init__(self, config: GPT2ScratchConfig):
         super().__init__(config)
@@ -449,7 +449,7 @@ class GPT2ScratchClassifier(GPT2ScratchPreTrainedModel):
 
 
 class GPT2ScratchForSequenceClassification(GPT2ScratchClassifier):
-    """Classifier of texts: token ids (B, T) -> logits (B, num_labels), at the last token of each row that is not padding."""
+    """Classifier of texts: token ids (B, T) -> logits (B, num_labels), at each row's last token that is not padding."""
 
     forward = modeling_layers.GenericForSequenceClassification.forward
 
