@@ -237,7 +237,7 @@ for entry in sys.argv[1:]:
         recipe = Recipe([entry], vocabulary=VocabularyArguments(vocab_size=300))
         try:
             found = estimate.estimate(recipe, Path(folder), lambda line: None)
-            print(found and (found.read, found.whole.metadata.train.tokens + found.whole.metadata.val.tokens))
+            print(found and (found.amount, found.whole.metadata.train.tokens + found.whole.metadata.val.tokens))
         except UserError as error:
             print(error)
 """
