@@ -183,10 +183,7 @@ def _problems(model: GPT2ScratchForCausalLM, tokenizer: PreTrainedTokenizerBase)
             f"it without GGUF."
         )
     if model.config.rope_parameters and (kind := model.config.rope_parameters["rope_type"]) != "default":
-        yield (
-            f"its rotary positions have the type {kind}, and GGUF files are written for default; "
-            "publish it without GGUF."
-        )
+        yield f"its rotary positions have the type {kind}, and GGUF files are written for default; leave GGUF out."
     rust = tokenizer.backend_tokenizer
     if parts := unusual_parts(tokenizer):
         yield (
