@@ -30,7 +30,7 @@ from training.plan.run import Run, begin_run, choose_best_model, finish_again, i
 from training.preflight import check, decide_run, setup_of
 from training.report.validation import Validation
 from training.runtime.restart import restarting
-from training.step.optim import schedule
+from training.step.optim import schedule, second_target_weight
 from training.step.train_step import build_train_step
 
 
@@ -91,7 +91,8 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
             for step in guard.steps(saver):
                 profiler.before(step)
                 rate_factor = schedule(step, plan.max_steps, config.optim)
-                step_loss, grad_norm = train_step(step, rate_factor)
+                second_weight = second_target_weight(step, plan.max_steps, config.optim)
+                step_loss, grad_norm = train_step(step, rate_factor, second_weight)
                 guard.health.add(step_loss, grad_norm)
                 log.count(step_loss)
                 count = step + 1

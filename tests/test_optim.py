@@ -18,6 +18,7 @@ from training.step.optim import (
     describe_rates,
     jump_at,
     schedule,
+    second_target_weight,
     set_rates,
     with_defaults,
 )
@@ -52,6 +53,14 @@ def test_warmup_stable_decay_is_constant_and_then_linear():
     assert jump_at(5, start, 20, stable) == jump_at(7, start, 10, stable) == jump_at(7, {}, 20, stable) == []
     jump = "rates of step 8 changed from 50% to 100% of their peak: the checkpoint is from a cooldown"
     assert jump_at(7, start, 20, stable) == [jump]
+
+
+def test_the_weight_of_second_targets_falls_to_zero_at_60_percent_of_the_steps():
+    arguments = OptimArguments(second_target_weight=0.3)
+    weights = [second_target_weight(step, 10, arguments) for step in range(10)]
+    assert weights == pytest.approx([0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0, 0, 0, 0])
+    assert second_target_weight(0, 10, OptimArguments()) is None
+    assert second_target_weight(0, 10, OptimArguments(second_target_weight=0.0)) is None
 
 
 CPU = torch.device("cpu")

@@ -43,9 +43,9 @@ def fresh() -> GPT2ScratchForCausalLM:
 @pytest.mark.parametrize(("micro_batch", "accumulation"), [(4, 2), (1, 8)])
 def test_accumulation_equals_the_large_batch(micro_batch, accumulation):
     single = train_step(8, 1)
-    one = single(3, 1.0)
+    one = single(3, 1.0, 0.3)
     parts = train_step(micro_batch, accumulation)  # has its own accelerator: all accelerators share their state
-    other = parts(3, 1.0)
+    other = parts(3, 1.0, 0.3)
     assert one[0].shape == one[1].shape == ()  # and no logits
     assert not one[0].requires_grad
     torch.testing.assert_close(one[0], other[0], rtol=0, atol=1e-6)  # loss
@@ -142,7 +142,7 @@ def test_masked_documents_train_as_if_separate(attention, tied):
 
 
 def test_masked_documents_compile_once_into_one_graph():
-    """Also for a batch in which no document ends."""
+    """Also for a batch in which no document ends, and for other weights of the second targets."""
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     model = fresh()
@@ -151,10 +151,11 @@ def test_masked_documents_compile_once_into_one_graph():
     for length in (5, 11, 1000):
         documents = Documents(np.arange(0, 3001, length), has_eos=True)
         batch = Tokens(values, torch.device("cpu"), documents).batch(np.array([40, 200]), 16)
-        compiled = loss(batch.inputs, batch.targets, 32, batch.positions)
-        compiled.backward()
-        plain = NextTokenLoss(model)(batch.inputs, batch.targets, 32, batch.positions)
-        torch.testing.assert_close(compiled, plain, rtol=0, atol=1e-5)
+        results = []
+        for function in (loss, NextTokenLoss(model)):
+            value = function(batch.inputs, batch.targets, 32, batch.positions, torch.tensor(1 / length))
+            results.append((value, *torch.autograd.grad(value, list(model.parameters()))))
+        torch.testing.assert_close(*results, rtol=0, atol=1e-5)
     assert counter.frame_count == 1
 
 

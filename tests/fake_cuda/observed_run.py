@@ -48,11 +48,11 @@ def main(arguments: list[str]) -> None:
     observed, plain = {}, TrainStep.__call__
     mark = ctypes.CDLL("libcuda.so.1").fake_mark
 
-    def step(self: TrainStep, number: int, rate_factor: float):
+    def step(self: TrainStep, number: int, rate_factor: float, second_weight: float | None):
         mark(f"step {number}".encode())
         torch.cuda.set_sync_debug_mode("error" if number > 0 else "default")
         try:
-            return plain(self, number, rate_factor)
+            return plain(self, number, rate_factor, second_weight)
         finally:
             torch.cuda.set_sync_debug_mode("default")
             mark(b"after a step")

@@ -84,7 +84,7 @@ def measure_speed(
 
     def do(steps: int) -> None:
         for step in range(speed.steps, speed.steps + steps):
-            step_loss, _ = train_step(step, rate_factor=0.0)
+            step_loss, _ = train_step(step, 0.0, config.optim.second_target_weight or None)
             speed.count(0)
         float(step_loss)  # waits for the device
 

@@ -31,21 +31,46 @@ class NextTokenLoss(nn.Module):
         self.linear_cross_entropy = linear_cross_entropy  # an attribute, so that a caller can compile it separately
 
     def forward(
-        self, inputs: torch.Tensor, targets: torch.Tensor, divisor: int, positions: torch.Tensor | None = None
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        divisor: int,
+        positions: torch.Tensor | None = None,
+        second_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the cross-entropy of `targets` (B, T) after `inputs` (B, T), summed and divided by `divisor`. -100 is
         ignored. If `positions` (B, T) restart within a row, attention restarts too. In eager mode, Transformers then
-        checks whether any do, which waits for the device."""
+        checks whether any do, which waits for the device. `second_weight`: weight, (), of the second targets in the
+        gradient."""
         outputs = self.model.transformer(input_ids=inputs, position_ids=positions, use_cache=False)
         hidden_states = outputs.last_hidden_state.flatten(0, 1)  # (B * T, C)
-        return self.linear_cross_entropy(hidden_states, self.model.lm_head.weight, targets.flatten()) / divisor
+        second = () if second_weight is None else (second_targets(targets, positions).flatten(), second_weight)
+        head = self.model.lm_head.weight
+        return self.linear_cross_entropy(hidden_states, head, targets.flatten(), *second) / divisor
 
 
-def linear_cross_entropy(hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def second_targets(targets: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    """Return the target after each of `targets` (B, T): -100 at the end of a row, and where the target between is the
+    start of another document."""
+    following = F.pad(targets[:, 1:], (0, 1), value=IGNORE_INDEX)
+    if positions is None:
+        return following
+    crosses = F.pad(positions[:, 1:] == 0, (0, 1))
+    return following.masked_fill(crosses, IGNORE_INDEX)
+
+
+def linear_cross_entropy(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    second: torch.Tensor | None = None,
+    second_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return the summed cross-entropy of `targets` (N,) under the logits of `hidden_states` (N, C) @ `weight` (V, C).T.
-    Matrix products use autocast's precision, everything else fp32."""
+    Matrix products use autocast's precision, everything else fp32. The gradient is that of the cross-entropy plus
+    `second_weight`, (), times the cross-entropy of `second` (N,) under the same logits; the returned value is not."""
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(hidden_states, weight, targets)
+        return _LinearCrossEntropy.apply(hidden_states, weight, targets, second, second_weight)
     states, matrix = _operands(hidden_states, weight)
     total = torch.zeros((), device=targets.device)
     for rows in _chunks(states):
@@ -69,18 +94,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
     The logits exist at that time, so no tensor of size (N, V) is kept, and nothing is recomputed."""
 
     @staticmethod
-    def forward(ctx, hidden_states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx,
+        hidden_states: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        second: torch.Tensor | None,
+        second_weight: torch.Tensor | None,
+    ) -> torch.Tensor:
         (states, matrix), V = _operands(hidden_states, weight), len(weight)
         columns = torch.arange(V, device=targets.device)
         total = torch.zeros((), device=targets.device)
         grad_states = torch.empty_like(states)
         grad_matrix = torch.zeros(matrix.shape, device=matrix.device)  # in fp32, because it sums over chunks
         for rows in _chunks(states):
-            log_probabilities, labels = _log_probabilities(states[rows], matrix, V), targets[rows, None]
+            log_probabilities = _log_probabilities(states[rows], matrix, V)
             # Not in place: with a result that was changed in place, torch 2.11 compiles all gradients to zero.
             total = total + _nats(log_probabilities, targets[rows])
-            # Gradient of the logits, unscaled: its values are between -1 and 1, which fp16 can represent.
-            gradient = (log_probabilities.exp() - (columns == labels).float()) * (labels != IGNORE_INDEX)
+            labels = targets[rows, None]
+            scale, hits = (labels != IGNORE_INDEX).float(), (columns == labels).float()  # (n, 1), (n, V)
+            if second_weight is not None:
+                labels = second[rows, None]
+                scale = scale + second_weight * (labels != IGNORE_INDEX)
+                hits = hits + torch.where(columns == labels, second_weight, 0.0)
+            # Gradient of the logits, unscaled: its values are between -2 and 2, which fp16 can represent.
+            gradient = log_probabilities.exp() * scale - hits
             gradient = gradient.to(states.dtype)
             if len(matrix) > V:
                 gradient = F.pad(gradient, (0, len(matrix) - V))
@@ -90,9 +128,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    def backward(ctx, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         grad_hidden_states, grad_weight = ctx.saved_tensors
-        return grad_hidden_states * grad_output, grad_weight * grad_output, None
+        return grad_hidden_states * grad_output, grad_weight * grad_output, None, None, None
 
 
 def _operands(hidden_states: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

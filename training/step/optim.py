@@ -49,6 +49,12 @@ class OptimArguments:
     adam_beta2: float = setting(0.95, "Decay of Adam's second moment.", minimum=0, below=1)
     adam_epsilon: float = setting(1e-8, "Added to Adam's denominator; with muon 1e-10.", minimum=1e-20, maximum=1)
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; 0 disables clipping.")
+    second_target_weight: float | None = setting(
+        None,
+        "Weight of the token after the next as a second target; it falls linearly to 0 at 60% of the steps.",
+        minimum=0,
+        maximum=1,
+    )
     weight_average: int | None = setting(
         None,
         "Average the weights over about so many last steps; validations and the saved model use the average.",
@@ -62,6 +68,8 @@ class OptimArguments:
         if lowest > peak:
             yield f"min_learning_rate is {lowest}; it must be between 0 and learning_rate, {peak}."
 
+
+SECOND_TARGET_SHARE = 0.6  # share of the steps in which second targets have a weight
 
 # Settings of modded-nanogpt's plain recipe for Muon (track_3_optimization, record 36, for 12 layers of width 768).
 MUON_RATES = {"learning_rate": 0.02, "embedding_learning_rate": 0.3, "head_learning_rate": 0.004}
@@ -168,6 +176,12 @@ def schedule(step: int, max_steps: int, arguments: OptimArguments) -> float:
     if kind == "cosine":
         return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
     return 1.0 + (floor - 1.0) * progress
+
+
+def second_target_weight(step: int, max_steps: int, arguments: OptimArguments) -> float | None:
+    """Return the weight of the second targets at step 0 .. max_steps - 1, or None if the run has none."""
+    peak = arguments.second_target_weight
+    return peak * max(0.0, 1.0 - step / (SECOND_TARGET_SHARE * max_steps)) if peak else None
 
 
 def cooldown_start(max_steps: int, arguments: OptimArguments) -> int:

@@ -37,20 +37,26 @@ class TrainStep:
     max_grad_norm: float
     average: WeightAverage | None = None
 
-    def __call__(self, step: int, rate_factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Train on global batch `step`, at `rate_factor` times the peak learning rates. Return this process's mean loss
-        and the gradient norm before clipping, as tensors on the device."""
+    def __call__(
+        self, step: int, rate_factor: float, second_weight: float | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Train on global batch `step`, at `rate_factor` times the peak learning rates, with second targets of weight
+        `second_weight`. Return this process's mean loss and the gradient norm before clipping, as tensors on the
+        device."""
         accumulation = self.batches.plan.accumulation
         # Dropout is a function of (seed, step, rank), like the data: no generator state to save or restore.
         self._seed(mix(mix(self.batches.order.seed, step), self.accelerator.process_index) >> 1)
         set_rates(self.optimizer.optimizer, step, rate_factor)
-        total = torch.zeros((), device=self.accelerator.device)
+        device = self.accelerator.device
+        total = torch.zeros((), device=device)
+        # A tensor, because the compiled graph would have a number as a constant.
+        second = () if second_weight is None else (torch.full((), second_weight, device=device),)
         for micro_step in range(accumulation):
             with record_function("data"):  # for --profile; costs 5 us when not recording
                 inputs, targets, positions = self.batches(step, micro_step)  # (B, T) each
             with self.accelerator.accumulate(self.loss):
                 with record_function("forward"):
-                    loss = self.loss(inputs, targets, targets.numel(), positions)
+                    loss = self.loss(inputs, targets, targets.numel(), positions, *second)
                 with record_function("backward"):
                     # A factor of exactly 1. If the loss is not finite, every gradient becomes not finite, on all
                     # processes.
