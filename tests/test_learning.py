@@ -13,8 +13,8 @@ MUON = {"optimizer": "muon", "learning_rate": None, "min_learning_rate": None, "
 MUON |= {"initializer_range": None, "tie_word_embeddings": "false"}
 
 
-def without_gradients(states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return linear_cross_entropy(states.detach(), weight.detach(), targets) + 0 * states.sum()
+def without_gradients(states: torch.Tensor, weight: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
+    return linear_cross_entropy(states.detach(), weight.detach(), *targets) + 0 * states.sum()
 
 
 def test_gradients_of_zero_end_the_run_at_the_first_log_line(train, tmp_path, monkeypatch):

@@ -107,6 +107,7 @@ def test_a_budget_chooses_a_model_near_the_compute_optimal_ratio(store):
     assert (model.n_embd, model.n_positions) == (64 * model.n_layer, 1024)
     assert (model.normalization, optim.optimizer) == ("rms_norm", "muon")
     assert model.attention_scale == (0.12 if model.n_embd // model.n_head == 128 else None)
+    assert optim.second_target_weight is None  # measured for smaller models
     assert choices.config.batch.tokens_per_step in (2**19, 2**20)
     assert [*rows] == ["half", "this", "twice"]
     assert rows["half"].parameters <= choices.option.parameters <= rows["twice"].parameters
@@ -118,6 +119,13 @@ def test_a_budget_chooses_a_model_near_the_compute_optimal_ratio(store):
     assert (optim.optimizer, optim.lr_scheduler_type) == ("adamw", "warmup_stable_decay")
     assert optim.learning_rate == pytest.approx(1.8e-3 * math.sqrt(768 / model.n_embd), rel=5e-3)
     assert optim.warmup_steps == round(0.05 * choices.config.length.max_steps)
+
+
+def test_small_models_of_the_modern_family_have_second_targets(store):
+    """With four layers, 4 x 12 x 256^2 + 256 V = 3.2M parameters and more; with five, 6.1M."""
+    weights = {"4": 0.5, "5": None, "4 --family gpt2": None, "4 --second_target_weight 0.2": 0.2}
+    choices = {depth: choice(store, f"--depth {depth}", 1e8).config.optim.second_target_weight for depth in weights}
+    assert choices == weights
 
 
 def test_less_text_gives_a_larger_model_with_fewer_tokens(store):

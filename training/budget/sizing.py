@@ -148,8 +148,9 @@ def resolve(
     if config.is_resolved:
         return config, None
     continues = repeats or config.run.resume_from_checkpoint is not None
-    if continues and "weight_average" not in config.given:  # the moments of another choice would not fit
-        config = config.with_settings({"weight_average": earlier_settings.get("weight_average")}, "file")
+    if continues:  # with an average or without, whose moments would not fit, and with the same targets
+        names = {"weight_average", "second_target_weight"} - config.given
+        config = config.with_settings({name: earlier_settings.get(name) for name in names}, "file")
     start = time.monotonic()
     stores = stores or 2 * [open_store(config.recipe, printer(accelerator))]
     tokenization = time.monotonic() - start
@@ -306,6 +307,7 @@ class Sizer:
             "logging_steps": max(1, min(50, steps // 50)),
             "lr_scheduler_type": "warmup_stable_decay",
             "weight_average": scaling.average_horizon(steps, steps * batch / self.unique),
+            "second_target_weight": scaling.second_target_weight(self.family, size_of(self._model(depth)).products),
             "load_best_model_at_end": steps * batch > self.unique,
         }
         if (self.architecture | self.given).get("optimizer", "adamw") == "adamw":
