@@ -121,11 +121,13 @@ def test_a_budget_chooses_a_model_near_the_compute_optimal_ratio(store):
     assert optim.warmup_steps == round(0.05 * choices.config.length.max_steps)
 
 
-def test_small_models_of_the_modern_family_have_second_targets(store):
+def test_small_new_models_of_the_modern_family_have_second_targets(store, finished):
     """With four layers, 4 x 12 x 256^2 + 256 V = 3.2M parameters and more; with five, 6.1M."""
     weights = {"4": 0.5, "5": None, "4 --family gpt2": None, "4 --second_target_weight 0.2": 0.2}
     choices = {depth: choice(store, f"--depth {depth}", 1e8).config.optim.second_target_weight for depth in weights}
     assert choices == weights
+    continued = f"--init_from {finished} --budget 1e11flops --optimizer muon"
+    assert choice(store, continued, 1e8).config.optim.second_target_weight is None
 
 
 def test_less_text_gives_a_larger_model_with_fewer_tokens(store):

@@ -297,7 +297,8 @@ class Sizer:
     def _settings(self, depth: int, batch: int, steps: int, interval: int) -> dict[str, Any]:
         """Return the settings of a run with a validation and a checkpoint every `interval` steps: also those of model,
         batch, rates and schedule."""
-        model = self._arguments(depth)
+        model, parameters = self._arguments(depth), size_of(self._model(depth)).products
+        is_new = self.config.run.init_from is None
         settings = self.architecture | {
             "tokens_per_step": batch,
             "eval_steps": interval,
@@ -307,7 +308,7 @@ class Sizer:
             "logging_steps": max(1, min(50, steps // 50)),
             "lr_scheduler_type": "warmup_stable_decay",
             "weight_average": scaling.average_horizon(steps, steps * batch / self.unique),
-            "second_target_weight": scaling.second_target_weight(self.family, size_of(self._model(depth)).products),
+            "second_target_weight": scaling.second_target_weight(self.family, parameters) if is_new else None,
             "load_best_model_at_end": steps * batch > self.unique,
         }
         if (self.architecture | self.given).get("optimizer", "adamw") == "adamw":
