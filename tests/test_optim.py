@@ -59,6 +59,9 @@ def test_the_weight_of_second_targets_falls_to_zero_at_60_percent_of_the_steps()
     arguments = OptimArguments(second_target_weight=0.3)
     weights = [second_target_weight(step, 10, arguments) for step in range(10)]
     assert weights == pytest.approx([0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0, 0, 0, 0])
+    arguments.second_target_steps = 3
+    weights = [second_target_weight(step, 10, arguments) for step in range(5)]
+    assert weights == pytest.approx([0.3, 0.2, 0.1, 0, 0])
     assert second_target_weight(0, 10, OptimArguments()) is None
     assert second_target_weight(0, 10, OptimArguments(second_target_weight=0.0)) is None
 

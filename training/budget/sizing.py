@@ -31,7 +31,7 @@ from training.runtime.distributed import on_main
 from training.runtime.hardware import DEFAULT_MFU, FILLS_A_GPU, RENTALS, device_name, peak_flops, reported_mfu
 from training.runtime.restart import restarted
 from training.step.model import ModelArguments, model_config
-from training.step.optim import OptimArguments, with_defaults
+from training.step.optim import SECOND_TARGET_SHARE, OptimArguments, with_defaults
 from training.step.size import size_of
 
 PRESET_OF = {"gpt2": PRESETS / "gpt2.yaml", "modern": PRESETS / "gpt2_modern.yaml"}
@@ -149,7 +149,7 @@ def resolve(
         return config, None
     continues = repeats or config.run.resume_from_checkpoint is not None
     if continues:  # with an average or without, whose moments would not fit, and with the same targets
-        names = {"weight_average", "second_target_weight"} - config.given
+        names = {"weight_average", "second_target_weight", "second_target_steps"} - config.given
         config = config.with_settings({name: earlier_settings.get(name) for name in names}, "file")
     start = time.monotonic()
     stores = stores or 2 * [open_store(config.recipe, printer(accelerator))]
@@ -298,7 +298,8 @@ class Sizer:
         """Return the settings of a run with a validation and a checkpoint every `interval` steps: also those of model,
         batch, rates and schedule."""
         model, parameters = self._arguments(depth), size_of(self._model(depth)).products
-        is_new = self.config.run.init_from is None
+        second_weight = None if self.config.run.init_from else scaling.second_target_weight(self.family, parameters)
+        second_weight = self.given.get("second_target_weight", second_weight)
         settings = self.architecture | {
             "tokens_per_step": batch,
             "eval_steps": interval,
@@ -308,7 +309,9 @@ class Sizer:
             "logging_steps": max(1, min(50, steps // 50)),
             "lr_scheduler_type": "warmup_stable_decay",
             "weight_average": scaling.average_horizon(steps, steps * batch / self.unique),
-            "second_target_weight": scaling.second_target_weight(self.family, parameters) if is_new else None,
+            "second_target_weight": second_weight,
+            # A number, so that the settings of a run whose length follows the measured speed give the same weights.
+            "second_target_steps": max(1, round(SECOND_TARGET_SHARE * steps)) if second_weight else None,
             "load_best_model_at_end": steps * batch > self.unique,
         }
         if (self.architecture | self.given).get("optimizer", "adamw") == "adamw":

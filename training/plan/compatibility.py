@@ -82,7 +82,8 @@ def compare(
         raise UserError(f"{checkpoint / 'config.json'} is not a configuration of this model: {problem}") from error
     fields = model_fields(type(model))
     # Once the only ones, and not recorded
-    older = {"optimizer": "adamw", "weight_average": None, "second_target_weight": None}
+    older = {"optimizer": "adamw"}
+    older |= dict.fromkeys(("weight_average", "second_target_weight", "second_target_steps"))
     old = older | {name: getattr(checkpoint_model, name) for name in fields} | state.settings
     new = {name: getattr(model, name) for name in fields} | dict(new)
     differences = {name: _sentence(name, new, old) for name in new if name in old and new[name] != old[name]}

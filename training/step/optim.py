@@ -50,10 +50,10 @@ class OptimArguments:
     adam_epsilon: float = setting(1e-8, "Added to Adam's denominator; with muon 1e-10.", minimum=1e-20, maximum=1)
     max_grad_norm: float = setting(1.0, "Maximum gradient norm for clipping; 0 disables clipping.")
     second_target_weight: float | None = setting(
-        None,
-        "Weight of the token after the next as a second target; it falls linearly to 0 at 60% of the steps.",
-        minimum=0,
-        maximum=1,
+        None, "Weight of the token after the next as a second target; it falls linearly to 0.", minimum=0, maximum=1
+    )
+    second_target_steps: int | None = setting(
+        None, "Steps after which the weight of second targets is 0. Default: 60% of the steps.", minimum=1
     )
     weight_average: int | None = setting(
         None,
@@ -180,8 +180,8 @@ def schedule(step: int, max_steps: int, arguments: OptimArguments) -> float:
 
 def second_target_weight(step: int, max_steps: int, arguments: OptimArguments) -> float | None:
     """Return the weight of the second targets at step 0 .. max_steps - 1, or None if the run has none."""
-    peak = arguments.second_target_weight
-    return peak * max(0.0, 1.0 - step / (SECOND_TARGET_SHARE * max_steps)) if peak else None
+    peak, end = arguments.second_target_weight, arguments.second_target_steps or SECOND_TARGET_SHARE * max_steps
+    return peak * max(0.0, 1.0 - step / end) if peak else None
 
 
 def cooldown_start(max_steps: int, arguments: OptimArguments) -> int:
