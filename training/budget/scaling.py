@@ -44,7 +44,7 @@ REPEATS, EXCESS = 15.4, 5.3
 SMALL_TEXT, SMALL_REPEATS, SMALL_EXCESS = 1e7, 8, 50
 LARGEST_DECAY = 0.5  # runs of few steps would have more; nothing above was tried
 TIMESCALES = {"muon": 0.308, "adamw": 0.583}  # B / (rate decay D) of the records that `weight_decay` names
-# Of the modern family; measured here for models up to this size (docs/log.md). GPT-2 gets worse.
+# Of second targets, for models of the modern family up to this N, as measured here (docs/log.md). GPT-2 gets worse.
 SECOND_TARGET_WEIGHT, SECOND_TARGETS_UP_TO = 0.5, 4e6
 SMALLEST_BATCH, FEW_TOKENS = 4096, 4e6  # measured here: the best batch of runs with few tokens (docs/log.md)
 
@@ -116,11 +116,6 @@ def weight_decay(optimizer: str, rate: float, batch: float, tokens: float) -> fl
             "or leave out --budget and --depth."
         )
     return min(LARGEST_DECAY, batch / (TIMESCALES[optimizer] * rate * tokens))
-
-
-def second_target_weight(family: str, parameters: float) -> float | None:
-    """Return the weight of second targets for a model with N `parameters`, or None."""
-    return SECOND_TARGET_WEIGHT if family == "modern" and parameters <= SECOND_TARGETS_UP_TO else None
 
 
 def average_horizon(steps: int, epochs: float) -> int | None:

@@ -19,7 +19,7 @@ from training.plan.plan import Plan
 from training.runtime.device import Setup
 from training.runtime.distributed import on_main
 from training.runtime.hardware import DEFAULT_MFU, FILLS_A_GPU, peak_flops, reported_mfu
-from training.step.optim import step_work
+from training.step.optim import second_target_weight, step_work
 from training.step.size import size_of
 from training.step.train_step import build_train_step
 
@@ -84,7 +84,7 @@ def measure_speed(
 
     def do(steps: int) -> None:
         for step in range(speed.steps, speed.steps + steps):
-            step_loss, _ = train_step(step, 0.0, config.optim.second_target_weight or None)
+            step_loss, _ = train_step(step, 0.0, second_target_weight(0, 1, config.optim))
             speed.count(0)
         float(step_loss)  # waits for the device
 

@@ -14,6 +14,7 @@ from common.limits import free
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.checkpoints.checkpoint import TrainState
 from training.data.run_data import find_cached
+from training.step.optim import OptimArguments
 
 # Model fields that a resumed run may change. Dropout is reported as a setting. `use_cache` affects only generation.
 MAY_DIFFER = {"embd_pdrop", "attn_pdrop", "resid_pdrop", "use_cache"}
@@ -81,10 +82,8 @@ def compare(
         problem = " ".join(str(error).split())[:200]
         raise UserError(f"{checkpoint / 'config.json'} is not a configuration of this model: {problem}") from error
     fields = model_fields(type(model))
-    # Once the only ones, and not recorded
-    older = {"optimizer": "adamw"}
-    older |= dict.fromkeys(("weight_average", "second_target_weight", "second_target_steps"))
-    old = older | {name: getattr(checkpoint_model, name) for name in fields} | state.settings
+    old = vars(OptimArguments())  # a setting of the optimizer that is not recorded had its default
+    old = old | {name: getattr(checkpoint_model, name) for name in fields} | state.settings
     new = {name: getattr(model, name) for name in fields} | dict(new)
     differences = {name: _sentence(name, new, old) for name in new if name in old and new[name] != old[name]}
     exceptions = settings.allowed | (TOKEN_IDS if "tokenizer" in settings.allowed else set())

@@ -179,7 +179,11 @@ def schedule(step: int, max_steps: int, arguments: OptimArguments) -> float:
 
 
 def second_target_weight(step: int, max_steps: int, arguments: OptimArguments) -> float | None:
-    """Return the weight of the second targets at step 0 .. max_steps - 1, or None if the run has none."""
+    """Return the weight of the second targets at step 0 .. max_steps - 1, or None if the run has none.
+
+    Multi-token prediction (Gloeckle et al. 2024) without more heads: the weight falls to 0, so that only the next token
+    counts at the end.
+    """
     peak, end = arguments.second_target_weight, arguments.second_target_steps or SECOND_TARGET_SHARE * max_steps
     return peak * max(0.0, 1.0 - step / end) if peak else None
 
