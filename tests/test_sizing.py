@@ -128,6 +128,8 @@ def test_small_new_models_of_the_modern_family_have_second_targets(store, finish
     assert choices == weights
     config = choice(store, "--depth 4", 1e8).config
     assert config.optim.second_target_steps == round(0.6 * config.length.max_steps)
+    large = choice(store, "--depth 5 --second_target_weight 0.2", 1e8).config
+    assert large.optim.second_target_steps == round(0.6 * large.length.max_steps)
     continued = f"--init_from {finished} --budget 1e11flops --optimizer muon"
     assert choice(store, continued, 1e8).config.optim.second_target_weight is None
 

@@ -301,6 +301,7 @@ class Sizer:
         if self.family == "modern" and not self.config.run.init_from:
             parameters = size_of(self._model(depth)).products
             second_weight = scaling.SECOND_TARGET_WEIGHT if parameters <= scaling.SECOND_TARGETS_UP_TO else None
+        second_weight = self.given.get("second_target_weight", second_weight)
         settings = self.architecture | {
             "tokens_per_step": batch,
             "eval_steps": interval,
