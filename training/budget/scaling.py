@@ -33,7 +33,7 @@ SMALL_RATIOS = {"gpt2": (2e6, 10.0), "modern": (2e6, 5.0)}
 # (k, g) of bits per byte = k C^-g for the best size at C FLOPs, fitted to runs on the text of the quickstart, and the
 # range of C.
 POWER_LAWS, MEASURED_FLOPS = {"gpt2": (18.42, 0.0812), "modern": (67.35, 0.1283)}, (5e12, 6e13)
-# Measured here for texts of 0.07 to 0.5 million tokens (docs/small_data.md): epochs, after which the loss on new text
+# Measured here for texts of 0.07 to 1.6 million tokens (docs/small_data.md): epochs, after which the loss on new text
 # rises; the largest model, in parameters in matrix products per token of the text.
 MOST_EPOCHS, MOST_PARAMETERS = 8, 10
 EPOCHS_AS_NEW = 4  # repeated tokens are worth nearly as much as new ones (Muennighoff et al. 2023, section 6)
