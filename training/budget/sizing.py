@@ -297,11 +297,10 @@ class Sizer:
     def _settings(self, depth: int, batch: int, steps: int, interval: int) -> dict[str, Any]:
         """Return the settings of a run with a validation and a checkpoint every `interval` steps: also those of model,
         batch, rates and schedule."""
-        model, second_weight = self._arguments(depth), None
-        if self.family == "modern" and not self.config.run.init_from:
-            parameters = size_of(self._model(depth)).products
-            second_weight = scaling.SECOND_TARGET_WEIGHT if parameters <= scaling.SECOND_TARGETS_UP_TO else None
-        second_weight = self.given.get("second_target_weight", second_weight)
+        model, parameters = self._arguments(depth), size_of(self._model(depth)).products
+        is_small = self.family == "modern" and parameters <= scaling.SECOND_TARGETS_UP_TO
+        default = scaling.SECOND_TARGET_WEIGHT if is_small and not self.config.run.init_from else None
+        second_weight = self.given.get("second_target_weight", default)
         settings = self.architecture | {
             "tokens_per_step": batch,
             "eval_steps": interval,
