@@ -49,7 +49,7 @@ MAIN = (  # flags that `--help` explains
 class PretokenizeArguments:
     input: list[str] = setting(
         [],
-        "Text: files, folders or globs (plain text, jsonl, json, csv, tsv, parquet; also as .gz, .zst or .bz2), Hub "
+        "Text: files, folders or globs (plain text, jsonl, json, csv, tsv, also as .gz, .zst or .bz2; parquet), Hub "
         "datasets as user/name:config:split@revision, or names of --list.",
     )
     output: str | None = setting(None, "Folder of the token store to write.")

@@ -21,7 +21,7 @@ from training.plan.run import Run
 
 WARM_UP = 3  # steps: compilation, first allocations, and one under the profiler
 STEPS = 3
-PHASES = ("data", "optimizer")  # ranges of step.py; all operators inside count as this category
+PHASES = ("data", "optimizer")  # ranges of train_step.py; all operators inside count as this category
 SHOWN = 8  # kernels in the table
 
 # Category of an operator or kernel: the first pattern found in its name, otherwise elementwise. On a GPU, the matrix
