@@ -26,7 +26,7 @@ from training.guard.run_guard import RunGuard, job
 from training.guard.watchdog import Watchdog
 from training.log.profile import Profiler
 from training.log.run_log import RunLog
-from training.plan.run import Run, begin_run, choose_best_model, finish_again, is_finished, print_end
+from training.plan.run import Run, begin_run, choose_best_model, finish_again, print_end
 from training.preflight import check, decide_run, setup_of
 from training.report.validation import Validation
 from training.runtime.restart import restarting
@@ -45,11 +45,8 @@ def main(arguments: list[str]) -> None:
         config, sizing = resolve(config, accelerator, setup)
         run = decide_run(config, setup, accelerator)
         chooses_best = config.evaluation.load_best_model_at_end
-        code = (
-            train(config, sizing, run, watchdog)
-            if not is_finished(run)
-            else finish_again(run, config.optim, chooses_best)
-        )
+        is_finished = run.start.step >= run.plan.max_steps and not run.start.owes_validation
+        code = finish_again(run, config.optim, chooses_best) if is_finished else train(config, sizing, run, watchdog)
     if code:
         sys.exit(code)
 

@@ -23,7 +23,7 @@ import torch
 import torch._dynamo.utils
 import transformers
 
-from benchmarks.results import REPOSITORY
+from benchmarks.results import REPOSITORY, as_flags, run_python
 from benchmarks.workload import Workload
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -94,10 +94,6 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def use_all_cores() -> None:
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-
-
 def rows_one_by_one(read: Callable[[], np.ndarray], workload: Workload) -> Callable[[], tuple[torch.Tensor, ...]]:
     """Return a builder of batches like nanoGPT's `get_batch`: random positions, a loop over rows, pinned for a GPU."""
     context = workload.n_positions
@@ -144,11 +140,10 @@ def ours(folder: Path, workload: Workload, measurement: Measurement, more: dict[
         "sample_tokens": 0,
         **more,
     }
-    flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     environment = os.environ | {"TORCH_LOGS": "recompiles,graph_breaks"}
     start = time.time()
     with subprocess.Popen(
-        [sys.executable, *LAUNCH, *flags],
+        [sys.executable, *LAUNCH, *as_flags(settings)],
         cwd=REPOSITORY,
         env=environment,
         stdout=subprocess.PIPE,
@@ -193,7 +188,6 @@ def raw(folder: Path, workload: Workload, measurement: Measurement, more: dict[s
     from training.step.model import build_model
     from training.step.optim import OptimArguments, build_optimizer
 
-    use_all_cores()
     torch.set_float32_matmul_precision("high")
     rung = Rung(**more)
     if rung.keeps_memory and DEVICE.type == "cpu":
@@ -253,7 +247,6 @@ def nanogpt(folder: Path, workload: Workload, measurement: Measurement, more: di
     sys.path.insert(0, more["path"])
     from model import GPT, GPTConfig  # nanoGPT's model.py
 
-    use_all_cores()
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
     # nanoGPT's default vocabulary size is padded to a multiple of 64.
@@ -322,21 +315,9 @@ def trainer(folder: Path, workload: Workload, measurement: Measurement, more: di
     }
     if tuned:
         settings |= {"torch_compile": True, "optim": "adamw_torch_fused", "logging_nan_inf_filter": False}
-    dropout = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), workload.dropout) if tuned else {}
-    config = transformers.GPT2Config(
-        vocab_size=workload.vocab_size,
-        n_positions=workload.n_positions,
-        n_embd=workload.n_embd,
-        n_layer=workload.n_layer,
-        n_head=workload.n_head,
-        activation_function=workload.activation_function,
-        tie_word_embeddings=workload.tie_word_embeddings,
-        use_cache=False,
-        **dropout,
-    )
+    shape = {name: value for name, value in workload.model.items() if tuned or not name.endswith("_pdrop")}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, use_cache=False))
     arguments = transformers.TrainingArguments(**settings)
-    use_all_cores()
-    model = transformers.GPT2LMHeadModel(config)
 
     class Clock(transformers.TrainerCallback):
         def __init__(self):
@@ -360,7 +341,6 @@ def trainer(folder: Path, workload: Workload, measurement: Measurement, more: di
 
 def ceilings(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
     """Measure the limits of the device in bf16 on random data: a large matrix product, our own shapes, and a copy."""
-    use_all_cores()
     M, C, V = workload.tokens, workload.n_embd, workload.vocab_size
     large = 8192 if DEVICE.type == "cuda" else 2048
     shapes = {"large": (large, large, large), "qkv": (M, C, 3 * C), "mlp_up": (M, C, 4 * C), "mlp_down": (M, 4 * C, C)}
@@ -398,13 +378,7 @@ CONTESTANTS = {"ours": ours, "raw": raw, "nanogpt": nanogpt, "trainer": trainer,
 def compete(folder: Path, measurement: Measurement, contestant: str, **more: Any) -> dict[str, Any]:
     """Run a contestant in a fresh process and return the result that it printed."""
     request = json.dumps({"contestant": contestant, "measurement": vars(measurement), "more": more})
-    result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.contestants", str(folder), request],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run_python("-m", "benchmarks.contestants", folder, request, capture_output=True, check=False)
     if result.returncode:
         sys.exit(f"{contestant} {more} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
     return json.loads(result.stdout.splitlines()[-1])
@@ -412,6 +386,7 @@ def compete(folder: Path, measurement: Measurement, contestant: str, **more: Any
 
 def main() -> None:
     transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
     folder, request = Path(sys.argv[1]), json.loads(sys.argv[2])
     run = CONTESTANTS[request["contestant"]]
     result = run(folder, Workload.read(folder), Measurement(**request["measurement"]), request["more"])

@@ -5,14 +5,13 @@ python -m benchmarks.plan          # writes benchmarks/results/plan-DEVICE.json
 
 import json
 import re
-import subprocess
-import sys
 import tempfile
 from datetime import datetime
 from pathlib import Path
 
 from benchmarks.contestants import LAUNCH
-from benchmarks.results import REPOSITORY, about, device_kind, write
+from benchmarks.results import about, device_kind, run_python, write
+from training.checkpoints.metrics import read_events, read_metrics
 
 WIDER = ["--n_layer=6", "--n_head=6", "--n_embd=384", "--n_positions=256", "--tokens_per_step=4096", "--max_steps=100"]
 RUNS = {"quickstart": [], "11.5M parameters": [*WIDER, "--eval_steps=50", "--max_eval_samples=64"]}
@@ -35,8 +34,7 @@ def main() -> None:
 
 
 def launch(flags: list[str], plan: bool = True) -> str:
-    command = [sys.executable, *LAUNCH, *flags, *(["--plan"] if plan else [])]
-    return subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    return run_python(*LAUNCH, *flags, *["--plan"] * plan, capture_output=True).stdout
 
 
 def estimated(estimates: re.Match[str]) -> dict[str, float]:
@@ -48,8 +46,7 @@ def estimated(estimates: re.Match[str]) -> dict[str, float]:
 
 
 def actual(run: Path) -> dict[str, float]:
-    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    entries, events = read_metrics(run / "metrics.jsonl"), read_events(run / "events.jsonl")
     begun, ended = (datetime.fromisoformat(event["time"]) for event in (events[0], events[-1]))
     speeds = sorted(entry["tokens_per_second"] for entry in entries if "tokens_per_second" in entry)
     return {

@@ -143,7 +143,6 @@ def to_native(model: GPT2ScratchForCausalLM, to: str = "native") -> GPT2LMHeadMo
 
 def to_gpt2(model: GPT2ScratchForCausalLM) -> GPT2LMHeadModel:
     """Return the native twin of a GPT-2. Biases that it does not have are zero in the twin."""
-    native_kind(model.config, "gpt2")
     fields = {name: getattr(model.config, name) for name in SHARED_FIELDS}
     # n_ctx: required by llama.cpp's converter.
     config = GPT2Config(**fields, **GPT2_OPTIONS, n_ctx=model.config.n_positions)
@@ -159,7 +158,6 @@ def to_apertus(model: GPT2ScratchForCausalLM) -> ApertusForCausalLM:
     Apertus has no normalization after the embedding, so the twin stores the normalized embedding. Rounding it to bf16
     would change the logits. The query norm carries the attention scale, and the MLP's output projection the inverse
     scale of xIELU."""
-    native_kind(model.config, "apertus")
     source, decoder = model.config, model.transformer
     C, hs = source.n_embd, source.n_embd // source.n_head
     config = ApertusConfig(

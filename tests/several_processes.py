@@ -181,7 +181,7 @@ def check_speed_is_measured_over_as_many_steps_by_all(accelerator: Accelerator) 
     store, setup = open_store(config.recipe, lambda _: None), setup_of(config)
     plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)
     seconds = 0.001 if accelerator.is_main_process else 0.5
-    assert measure_speed(config, plan, setup, accelerator, store, 2, seconds).source.startswith("measured over 1 step;")
+    assert measure_speed(config, plan, accelerator, store, 2, seconds).source.startswith("measured over 1 step;")
 
 
 def check_each_block_is_the_same_graph(accelerator: Accelerator) -> None:

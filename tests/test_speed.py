@@ -35,31 +35,32 @@ def speed(monkeypatch, peak: float | None, processes: int = 1) -> Speed:
 
 @pytest.mark.parametrize("processes", [1, 8])
 def test_measurements_of_a_log_line(clock, monkeypatch, processes):
-    it = speed(monkeypatch, 989.4e12, processes)
-    assert it.measured() == {"peak_memory_gb": 11.249}  # before the first step
-    assert in_words(it.measured()) == "peak 11.2 GB"
+    it, tokens_per_step = speed(monkeypatch, 989.4e12, processes), processes * 32_768
+    assert it.measured(tokens_per_step) == {"peak_memory_gb": 11.249}  # before the first step
+    assert in_words(it.measured(tokens_per_step)) == "peak 11.2 GB"
     for _ in range(10):
-        it.count(processes * 32_768)
+        it.steps += 1
     it.batches.seconds = 0.003
     clock.now = 0.48
     numbers = {"tokens_per_second": processes * 682_666.7, "seconds_per_step": 0.048}
     numbers |= {"mfu": 0.4729, "data_share": 0.0063, "peak_memory_gb": 11.249}  # of one device
-    assert it.measured() == pytest.approx(numbers)
+    assert it.measured(tokens_per_step) == pytest.approx(numbers)
     if processes == 1:
-        assert in_words(it.measured()) == "682,667 tok/s  0.0480 s/step  MFU 47%  data  0.6%  peak 11.2 GB"
+        words = "682,667 tok/s  0.0480 s/step  MFU 47%  data  0.6%  peak 11.2 GB"
+        assert in_words(it.measured(tokens_per_step)) == words
 
 
 def test_pauses_and_earlier_time_do_not_count(clock, monkeypatch):
     it = speed(monkeypatch, None)
     clock.now, it.batches.seconds = 100.0, 50.0  # of the first step
     it.restart()
-    it.count(1000)
+    it.steps += 1
     clock.now += 2
     with it.pause():
         clock.now += 60
     it.batches.seconds += 0.5
-    assert (it.measured()["tokens_per_second"], it.measured()["seconds_per_step"]) == (500.0, 2.0)
-    assert it.measured()["data_share"] == 0.25
+    assert (it.measured(1000)["tokens_per_second"], it.measured(1000)["seconds_per_step"]) == (500.0, 2.0)
+    assert it.measured(1000)["data_share"] == 0.25
 
 
 def test_the_device_line_names_the_peak(monkeypatch):

@@ -15,7 +15,7 @@ from tokenizer.corpus.units import Corpus
 from tokenizer.store.store import SPLITS, TokenStore
 from training.checkpoints.backup import Backup
 from training.checkpoints.checkpoint import TrainState, load_state
-from training.checkpoints.metrics import has_evaluation
+from training.checkpoints.metrics import best_step
 from training.checkpoints.pretrained import load_pretrained, vocabulary_problems
 from training.config import TrainConfig
 from training.data.batches import START, DataPosition, WindowOrder, plan_batches
@@ -135,7 +135,7 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     if checkpoint is None and (source := config.pretrained_source) is not None:
         start = replace(start, owes_validation=True, initializer=partial(load_pretrained, source))
     elif plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, start.step):
-        has_it = on_main(accelerator, lambda: has_evaluation(folder.metrics, start.step))
+        has_it = on_main(accelerator, lambda: best_step(folder.metrics, [start.step]) is not None)
         start = replace(start, owes_validation=start.is_own(folder) and not has_it)
     placement = plan.placement.where, accelerator.device, config.batch.mask_documents
     data = RunData(store, tokenizer, *(place_tokens(store, split, *placement) for split in SPLITS))

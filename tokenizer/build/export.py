@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.atomic import fsync, unfinished_path
+from common.atomic import unfinished_path
 from common.errors import UserError, disk_errors
 from tokenizer.build import report
 from tokenizer.build.recipe import Recipe
@@ -40,17 +40,18 @@ def to_archive(store: TokenStore) -> Path:
     store.check_hashes()
     files = {file for pattern in STORE_FILES for file in store.folder.glob(pattern) if file.is_file()}
     compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, threads=-1, write_checksum=True)
-    with disk_errors(path), unfinished_path(path, ".packing") as draft, draft.open("wb") as archive:
-        with (
-            compressor.stream_writer(archive, closefd=False) as stream,
-            tarfile.open(fileobj=stream, mode="w|", format=tarfile.GNU_FORMAT, copybufsize=COPIED_BYTES) as tar,
-        ):
-            for file in sorted(files, key=lambda file: (file.name != "metadata.json", file)):  # metadata first
-                info = tarfile.TarInfo(f"store/{file.relative_to(store.folder).as_posix()}")  # no owner and no time
-                info.size = file.stat().st_size
-                with file.open("rb") as content:
-                    tar.addfile(info, content)
-        fsync(archive)
+    with (
+        disk_errors(path),
+        unfinished_path(path, ".packing") as draft,
+        draft.open("wb") as archive,
+        compressor.stream_writer(archive, closefd=False) as stream,
+        tarfile.open(fileobj=stream, mode="w|", format=tarfile.GNU_FORMAT, copybufsize=COPIED_BYTES) as tar,
+    ):
+        for file in sorted(files, key=lambda file: (file.name != "metadata.json", file)):  # metadata first
+            info = tarfile.TarInfo(f"store/{file.relative_to(store.folder).as_posix()}")  # no owner and no time
+            info.size = file.stat().st_size
+            with file.open("rb") as content:
+                tar.addfile(info, content)
     return path
 
 

@@ -33,7 +33,7 @@ from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit
 from tokenizer.corpus.file_finder import TextFile
 from tokenizer.corpus.files import TOLERATED_SHARE
 from tokenizer.corpus.hub import open_dataset
-from tokenizer.corpus.named_data import find, licenses, template_of
+from tokenizer.corpus.named_data import find, licenses
 from tokenizer.corpus.units import UNIT_BYTES, Corpus, Unit, stream
 from tokenizer.encoding import encode, vocabulary
 from tokenizer.encoding.vocabulary import VocabularyArguments
@@ -251,7 +251,8 @@ class StoreBuilder:
             return None, [], {}
         tokenizer = self.recipe.existing_tokenizer
         source = None if name is not None else getattr(tokenizer, "chat_template", None)
-        name = name or next(filter(None, map(template_of, self.recipe.inputs)), None)
+        named = (data.chat_template for data in map(find, self.recipe.inputs) if data is not None)
+        name = name or next(filter(None, named), None)
         if source is None and name is not None:
             source = ChatTemplate.read(name)
         if source is None:

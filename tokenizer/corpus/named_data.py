@@ -91,12 +91,6 @@ def dataset_of(entry: str) -> HubDataset | None:
     return data.hub if data is not None else HubDataset.parse(entry)
 
 
-def template_of(entry: str) -> str | None:
-    """Return the chat template of a named data set, or None."""
-    data = find(entry)
-    return data and data.chat_template
-
-
 def listed() -> Iterator[str]:
     """Yield the text of `--list`."""
     for name in names():

@@ -156,7 +156,7 @@ def _print_plan(config: TrainConfig, folder: Path) -> None:
     elif speed is None and config.cost.plan_steps > 0:
         wait = ", which are compiled first, for up to a minute" if setup.torch_compile else ""
         say(f"Measuring a few steps{wait} ...")
-        speed = measure_speed(config, plan, setup, accelerator, sample, config.cost.plan_steps, MEASURED_SECONDS)
+        speed = measure_speed(config, plan, accelerator, sample, config.cost.plan_steps, MEASURED_SECONDS)
     forecast = Forecast(config, plan, store, speed, sizing)
     # Rentable devices that can hold the model, unless it is too small for reported figures: each with its speed.
     speeds = [(rental, assumed_speed(rental.datasheet, plan.model, "bf16", 1)) for rental in RENTALS.values()]

@@ -363,7 +363,7 @@ class Sizer:
         settings = self._settings(depth, self._batch(self._model(depth), tokens), 1000, 1000) | {"weight_average": None}
         config, eager = self.config.with_settings(settings), replace(self.setup, torch_compile=False)
         plan = make_plan(config, self.sample, self.sample.load_tokenizer(), self.accelerator, eager)
-        speed = measure_speed(config, plan, eager, self.accelerator, self.sample, steps=2, seconds=PROBE_SECONDS)
+        speed = measure_speed(config, plan, self.accelerator, self.sample, steps=2, seconds=PROBE_SECONDS)
         gain = COMPILED_SPEED if self.setup.torch_compile else 1.0
         flops = gain * speed.tokens_per_second * flops_per_token(plan.model)
         self.flops = on_main(self.accelerator, lambda: flops)

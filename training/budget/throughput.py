@@ -16,7 +16,6 @@ from training.data.batches import TrainBatches, WindowOrder
 from training.data.run_data import place_tokens
 from training.log.speed import Speed, flops_per_token, peak_memory
 from training.plan.plan import Plan
-from training.runtime.device import Setup
 from training.runtime.distributed import on_main
 from training.runtime.hardware import DEFAULT_MFU, FILLS_A_GPU, peak_flops, reported_mfu
 from training.step.optim import second_target_weight, step_work
@@ -61,7 +60,6 @@ def validation_tokens(validations: int, sample: int, split: int, has_average: bo
 def measure_speed(
     config: TrainConfig,
     plan: Plan,
-    setup: Setup,
     accelerator: Accelerator,
     store: TokenStore,
     steps: int,
@@ -79,13 +77,13 @@ def measure_speed(
     start = time.perf_counter()
     single = replace(plan.batches, context=model.n_positions, micro_batch=micro, accumulation=1)
     batches = TrainBatches(tokens, order, single, accelerator.process_index)
-    train_step = build_train_step(model, None, batches, config.optim, setup, accelerator)
+    train_step = build_train_step(model, None, batches, config.optim, plan.memory.setup, accelerator)
     speed = Speed(batches, plan.model, accelerator)
 
     def do(steps: int) -> None:
         for step in range(speed.steps, speed.steps + steps):
             step_loss, _ = train_step(step, 0.0, second_target_weight(0, 1, config.optim))
-            speed.count(0)
+            speed.steps += 1
         float(step_loss)  # waits for the device
 
     def seconds_per_step(warm: int) -> float:

@@ -100,10 +100,6 @@ def forget_after(path: Path, step: int) -> None:
     write_atomic(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 
-def has_evaluation(path: Path, step: int) -> bool:
-    return any(entry["step"] == step and "eval_loss" in entry for entry in read_metrics(path))
-
-
 def best_step(path: Path, steps: Collection[int]) -> int | None:
     """Return the one of `steps` with the lowest comparable validation loss, or None if none of them was validated."""
     return (best_evaluation([entry for entry in read_metrics(path) if entry["step"] in steps]) or {}).get("step")

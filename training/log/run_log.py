@@ -60,7 +60,7 @@ class RunLog(AbstractContextManager):
             self.screen.steps += 1
             self.screen.max_steps = self.plan.max_steps  # a run with a budget corrects it after a log line
         if self.first_step_is_done:
-            self.speed.count(self.plan.tokens_per_step)
+            self.speed.steps += 1
             return
         self.first_step_is_done = True
         float(loss)  # waits for the device
@@ -78,7 +78,7 @@ class RunLog(AbstractContextManager):
         entry |= {"learning_rate": learning_rate, "tokens": self.plan.after(step).tokens}
         if (scaler := self.accelerator.scaler) is not None:  # fp16
             entry["loss_scale"] = scaler.get_scale()
-        entry |= self.speed.measured() | self.unlogged
+        entry |= self.speed.measured(self.plan.tokens_per_step) | self.unlogged
         self.unlogged = {}
         waiting_share, eta = self.speed.waited / self.speed.seconds, None
         if self.speed.steps:

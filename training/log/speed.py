@@ -36,14 +36,9 @@ class Speed:
         self.restart()
 
     def restart(self) -> None:
-        self.steps, self.tokens, self.waited = 0, 0, 0.0
+        self.steps, self.waited = 0, 0.0
         self.batches.seconds = 0.0
         self.since = time.perf_counter()
-
-    def count(self, tokens: int) -> None:
-        """Count a step of `tokens` tokens (its global batch)."""
-        self.steps += 1
-        self.tokens += tokens
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -63,15 +58,16 @@ class Speed:
     def seconds(self) -> float:
         return time.perf_counter() - self.since
 
-    def measured(self) -> dict[str, float]:
+    def measured(self, tokens_per_step: int) -> dict[str, float]:
         """Return the measurements by name in metrics.jsonl, without communication. Data and memory are local."""
         values = {}
         if self.steps:
             seconds = self.seconds
-            values["tokens_per_second"] = round(self.tokens / seconds, 1)
+            speed = self.steps * tokens_per_step / seconds
+            values["tokens_per_second"] = round(speed, 1)
             values["seconds_per_step"] = round(seconds / self.steps, 5)
             if self.at_peak is not None:
-                values["mfu"] = round(self.tokens / seconds / self.at_peak, 4)
+                values["mfu"] = round(speed / self.at_peak, 4)
             values["data_share"] = round(self.batches.seconds / seconds, 4)
         values["peak_memory_gb"] = round(peak_memory(self.device) / 1e9, 3)
         return values

@@ -40,10 +40,6 @@ class Run:
     sampling: SamplingArguments  # with the prompts to continue
 
 
-def is_finished(run: Run) -> bool:
-    return run.start.step >= run.plan.max_steps and not run.start.owes_validation
-
-
 def begin_run(run: Run, arguments: RunArguments, config: str, estimate: dict[str, float | None]) -> None:
     """Prepare the run folder and record the start: `config` (YAML), the `estimate` and the hardware.
     Called by every process; the main process writes after all have read the folder."""
