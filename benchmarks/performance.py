@@ -14,6 +14,7 @@ from benchmarks.results import PACKAGES, REPOSITORY, RESULTS
 from common.errors import counted
 
 DOCS = REPOSITORY / "docs"
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 OURS = "#2a6f97"
 OTHERS = "#9aa5b1"
 EFFORTS = {  # of an optimization, in a training script without it
@@ -50,6 +51,12 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 def with_spread(found: dict[str, float], digits: int = 0) -> str:
     median, p10, p90 = (f"{found[name]:,.{digits}f}" for name in ("median", "p10", "p90"))
     return median if p10 == p90 else f"{median} ({p10}-{p90})"
+
+
+def with_results(page: str, results: str) -> str:
+    """Return a page of docs/ with `results` between its markers."""
+    before, rest = (DOCS / page).read_text(encoding="utf-8").split(BEGIN)
+    return f"{before}{BEGIN}\n{results}\n{END}{rest.split(END)[1]}"
 
 
 def measured_on(result: dict[str, Any], path: Path) -> str:

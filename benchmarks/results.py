@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from common.atomic import write_atomic
+from common.errors import UserError
+
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
 PACKAGES = ("torch", "transformers", "accelerate")
@@ -49,6 +52,29 @@ def about(module: str, arguments: list[str]) -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in PACKAGES},
     }
+
+
+def key(run: dict[str, Any]) -> str:
+    return json.dumps(run, sort_keys=True)
+
+
+def read_runs(path: Path, name: str) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
+    """Return the head of a file with a run per line, and the runs by what defines them, their value of `name`."""
+    if not path.is_file():
+        return None, {}
+    head, *runs = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return head, {key(run[name]): run for run in runs}
+
+
+def write_runs(path: Path, head: dict[str, Any], runs: dict[str, dict[str, Any]]) -> None:
+    write_atomic(path, "".join(json.dumps(line) + "\n" for line in [head, *runs.values()]))
+
+
+def require_same_machine(path: Path, head: dict[str, Any]) -> None:
+    """Raise a `UserError` if the runs of a file were measured with another device or other packages."""
+    names, now = ("device", *PACKAGES), about("", [])
+    if changed := [f"{name} {head[name]}, now {now[name]}" for name in names if head[name] != now[name]]:
+        raise UserError(f"{path.name} was measured with {'; '.join(changed)}: use the same, or delete the file.")
 
 
 def as_flags(settings: dict[str, Any]) -> list[str]:

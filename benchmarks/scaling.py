@@ -7,7 +7,6 @@ Each run is `train_accelerate.py --depth N --max_train_tokens D` on the quicksta
 are kept: the same command resumes an interrupted plan.
 """
 
-import json
 import math
 import os
 import statistics
@@ -24,10 +23,9 @@ import yaml
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from benchmarks.performance import DOCS, measured_on, table
-from benchmarks.results import PACKAGES, RESULTS, about, as_flags, run_python
+from benchmarks.performance import DOCS, measured_on, table, with_results
+from benchmarks.results import RESULTS, about, as_flags, key, read_runs, require_same_machine, run_python, write_runs
 from common import command_line
-from common.atomic import write_atomic
 from common.errors import UserError
 from common.limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig
@@ -46,7 +44,6 @@ LADDER = {
 # Budgets at which the choice is compared with its neighbors, with the seeds of these runs; the first is the default.
 CHECKED = {1.5e13: (1337, 1, 2), 6e13: (1337, 1)}
 RATES = ("learning_rate", "embedding_learning_rate", "head_learning_rate")
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 PATH = RESULTS / "scaling-python-standard-library-cpu.jsonl"
 Run = dict[str, Any]
 
@@ -87,10 +84,6 @@ def neighbors(choice: Run) -> dict[str, list[Run]]:
         runs[f"rates x {by:g}"] = base | {name: by * choice["settings"][name] for name in RATES}
     others = CHECKED[base["flops"]][1:]
     return {name: [run, *(run | {"seed": seed} for seed in others)] for name, run in runs.items()}
-
-
-def key(run: Run) -> str:
-    return json.dumps(run, sort_keys=True)
 
 
 def chosen(family: str, flops: float) -> Run:
@@ -157,30 +150,19 @@ def law(family: str, found: dict[str, Run]) -> dict[str, Any]:
     return {"budgets": budgets, "optima": optima, "a": a, "n": math.exp(n), "g": -g, "k": math.exp(k)}
 
 
-def read(path: Path) -> tuple[Run | None, dict[str, Run]]:
-    """Return the head of the result file and its finished runs by their settings."""
-    if not path.is_file():
-        return None, {}
-    head, *rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return head, {key(row["run"]): row for row in rows}
-
-
 def main(arguments: list[str]) -> None:
     (options,) = command_line.FlagParser((ScalingArguments,), __doc__.splitlines()[0]).parse(arguments)
     began = time.monotonic()
-    head, found = read(PATH)
+    head, found = read_runs(PATH, "run")
     head = head or about("scaling", arguments) | {"data": "python-standard-library", "vocab_size": 2048}
-    now = about("scaling", arguments)
-    changed = [f"{name} {head[name]}, now {now[name]}" for name in ("device", *PACKAGES) if head[name] != now[name]]
-    if changed:
-        raise UserError(f"{PATH.name} was measured with {'; '.join(changed)}: use the same, or delete the file.")
+    require_same_machine(PATH, head)
 
     def work(run: Run) -> None:
         if time.monotonic() - began > 3600 * options.hours:
             return
         row = measure(run, head["vocab_size"])
         found[key(run)] = row
-        write_atomic(PATH, "".join(json.dumps(line) + "\n" for line in [head, *found.values()]))
+        write_runs(PATH, head, found)
         print(f"{key(run)}: {row['eval_bits_per_byte']:.4f} bits per byte, {row['seconds']:.0f} s", flush=True)
 
     if options.hours:
@@ -196,7 +178,7 @@ def main(arguments: list[str]) -> None:
 
 def section() -> str:
     """Return the tables of the result file."""
-    head, found = read(PATH)
+    head, found = read_runs(PATH, "run")
     depths = sorted({run["depth"] for family in LADDER for run in ladder(family)})
     sizes = {row["run"]["depth"]: row["parameters"] for row in found.values()}
     columns = ["family", "FLOPs", *(f"{depth} ({sizes[depth] / 1e6:.2f}M)" for depth in depths)]
@@ -267,8 +249,7 @@ def draw(found: dict[str, Run]) -> None:
 
 def page() -> str:
     """Return docs/budget.md with the tables of the result file between its markers."""
-    before, rest = (DOCS / "budget.md").read_text(encoding="utf-8").split(BEGIN)
-    return f"{before}{BEGIN}\n{section()}\n{END}{rest.split(END)[1]}"
+    return with_results("budget.md", section())
 
 
 if __name__ == "__main__":

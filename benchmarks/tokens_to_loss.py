@@ -9,10 +9,10 @@ Each run is `train_accelerate.py` itself, on one thread. Finished runs are kept:
 interrupted plan. Their results are in benchmarks/results/tokens-to-loss-*.jsonl.
 """
 
+import itertools
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,30 +20,38 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
-from safetensors import safe_open
 
 from benchmarks import results
-from benchmarks.performance import DOCS, measured_on, table
-from benchmarks.results import PACKAGES, REPOSITORY, about, device_kind
+from benchmarks.performance import DOCS, measured_on, table, with_results
+from benchmarks.results import (
+    REPOSITORY,
+    about,
+    as_flags,
+    device_kind,
+    key,
+    read_runs,
+    require_same_machine,
+    run_python,
+    write_runs,
+)
 from common import command_line
-from common.atomic import write_atomic
 from common.errors import UserError
 from training.checkpoints.metrics import comparable_loss, read_metrics, seconds_until
 from training.data.run_data import is_store, name_of
 from training.report.plots import BLUE, GRAY, ORANGE, STYLE
 
 FILES = "tokens-to-loss-*.jsonl"
-TOKENS = 2_359_296  # of the longest runs: 0.91 epochs of the quickstart's text, so that no run repeats text
-UNIT = 6 * 4096  # a half and a third of the tokens are whole steps of every batch in the plan
-SHARES = {"all tokens": 1, "1/2 of the tokens": 2, "1/3 of the tokens": 3}
+TOKENS = 2_334_720  # of the longest runs: 0.9 epochs of the quickstart's text, so that no run repeats text
+UNIT = 30 * 4096  # every share of the tokens is a number of whole steps of every batch in the plan
+FRACTIONS = ("1/2", "2/5", "1/3")
+SHARES = {"all tokens": Fraction(1)} | {f"{each} of the tokens": Fraction(each) for each in FRACTIONS}
 RESULT, SWITCHES = "Loss by tokens", "One switch at a time, with half of the tokens"
-MACHINE = ("device", *PACKAGES)  # all runs of a file have the same
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 
 @dataclass
@@ -65,6 +73,7 @@ COSINE = {"lr_scheduler_type": "cosine", "warmup_share": 0.05, "final_share": 0.
 LINEAR = COSINE | {"lr_scheduler_type": "linear"}
 STABLE = COSINE | {"lr_scheduler_type": "warmup_stable_decay", "cooldown_fraction": 0.6}
 GPT2 = {"tie_word_embeddings": True, "initializer_range": 0.02, "optimizer": "adamw", "weight_decay": 0.1}
+GPT2 |= {"adam_beta1": 0.9, "adam_beta2": 0.95, "second_target_weight": 0.0}
 
 # modded-nanogpt's records/track_1_short/2024-11-03_UntieEmbed with rates of track_3_optimization, for width 768 and
 # head size 128. The initial weights follow 1 / sqrt(size). Only the rate of the matrices is tuned here.
@@ -96,25 +105,28 @@ def plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
     schedules = {"cosine to 0": COSINE, "cosine to a tenth": COSINE | {"final_share": 0.1}, "linear to 0": LINEAR}
     schedules["stable, then linear to 0 over 60%"] = STABLE
     baseline = yield from choose("GPT-2: schedule", {name: baseline | each for name, each in schedules.items()}, loss)
-    batches = {f"{size:,} tokens per step": with_batch(baseline, size) for size in (1024, 2048, 4096)}
-    baseline = yield from choose("GPT-2: batch", batches, loss)
+    batches = {  # small batches want a slower second moment (Marek et al. 2025)
+        f"{size:,} tokens per step, adam_beta2 {beta:g}": with_batch(baseline, size) | {"adam_beta2": beta}
+        for size, beta in itertools.product((1024, 2048, 4096), (0.95, 0.99))
+    }
+    baseline = yield from choose("GPT-2: batch and Adam's second beta", batches, loss)
     baseline = yield from climb("GPT-2: learning rate again", baseline, "learning_rate", loss)
-    seconds = {"adam_beta2 0.95": baseline, "adam_beta2 0.99": baseline | {"adam_beta2": 0.99}}
-    baseline = yield from choose("GPT-2: Adam's second beta", seconds, loss)
     firsts = {f"adam_beta1 {beta:g}": baseline | {"adam_beta1": beta} for beta in (0.9, 0.8, 0.7, 0.5)}
     baseline = yield from choose("GPT-2: Adam's first beta", firsts, loss)
+    baseline = yield from choose("GPT-2: second targets", second_targets(baseline, (0.0, 0.3)), loss)
 
     # 2. The modern recipe at half of the tokens, with the batch and the betas that suit GPT-2 best.
     half = baseline | {"tokens": tokens // 2}
     recipe = half | MODERN | UNTIED | MUON | MUON_SCHEDULE | RATES
     scaled = {f"learning_rate {rate:g}": recipe | {"learning_rate": rate} for rate in (0.01, 0.014, 0.02)}
     modern = yield from choose("Modern: Muon's rate", scaled, loss)
+    modern = yield from choose("Modern: second targets", second_targets(modern, (0.0, 0.3, 0.5)), loss)
 
     # 3. Every share of the tokens is its own finished run, with two seeds.
     rows = {"GPT-2 with initializer_range 0.02, all tokens": [published]}
     for family, model in {"GPT-2, tuned": baseline, "modern": modern}.items():
-        for share, divisor in SHARES.items():
-            shorter = model | {"tokens": tokens // divisor}
+        for share, fraction in SHARES.items():
+            shorter = model | {"tokens": int(fraction * tokens)}
             rows[f"{family}, {share}"] = [shorter | {"seed": each} for each in (seed, seed + 1)]
     yield Stage(RESULT, rows)
 
@@ -132,7 +144,8 @@ def plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
         "+ untied head": tied | UNTIED,
         "+ own rates of embedding and head": tied | UNTIED | own | {"learning_rate": tied["learning_rate"]},
         "+ Muon": tied | UNTIED | own | MUON,
-        "+ no warm-up, stable, then linear: modern": modern,
+        "+ no warm-up, stable, then linear": modern | {"second_target_weight": half["second_target_weight"]},
+        "+ its weight of second targets: modern": modern,
         "modern, but tied": modern | {"tie_word_embeddings": True} | gpt2_tables,
     }
     yield Stage(SWITCHES, {name: [each] for name, each in switches.items()})
@@ -156,14 +169,14 @@ def choose(title: str, runs: dict[str, Run], loss: Loss) -> Search:
     return min(runs.values(), key=loss)
 
 
+def second_targets(run: Run, weights: tuple[float, ...]) -> dict[str, Run]:
+    return {f"second_target_weight {weight:g}": run | {"second_target_weight": weight} for weight in weights}
+
+
 def with_batch(run: Run, tokens_per_step: int) -> Run:
     """Return the run with another batch. The learning rate follows its square root."""
     rate = run["learning_rate"] * math.sqrt(tokens_per_step / run["tokens_per_step"])
     return run | {"tokens_per_step": tokens_per_step, "learning_rate": rate}
-
-
-def key(run: Run) -> str:
-    return json.dumps(run, sort_keys=True)
 
 
 def progress(head: dict[str, Any], found: dict[str, dict]) -> tuple[dict[str, Stage], Stage | None]:
@@ -183,7 +196,7 @@ def flags(settings: Run) -> list[str]:
     derived["warmup_steps"] = round(settings["warmup_share"] * steps)
     derived["min_learning_rate"] = settings["final_share"] * settings["learning_rate"]
     given = {name: value for name, value in settings.items() if name not in ("tokens", "warmup_share", "final_share")}
-    return [part for name, value in (given | derived).items() for part in (f"--{name}", str(value))]
+    return as_flags(given | derived)
 
 
 def measure(run: Run, store: str) -> dict[str, Any]:
@@ -200,33 +213,17 @@ def measure(run: Run, store: str) -> dict[str, Any]:
         if process.returncode != 0:
             raise UserError(f"{' '.join(command)} failed: {output.read_text(errors='replace')[-1500:]}")
         entries = read_metrics(folder / "metrics.jsonl")
-        with safe_open(folder / "model" / "model.safetensors", "np") as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (not a dict)
     until, evaluations = seconds_until(entries), [entry for entry in entries if "eval_loss" in entry]
-    speeds = [entry["seconds_per_step"] for entry in entries if "seconds_per_step" in entry]
-    products = [shape for name, shape in shapes.items() if ".h." in name and len(shape) == 2]
-    products += [shape for name, shape in shapes.items() if "wte" in name]  # as large as the head
     tokens = run["tokens_per_step"]
     return {
         "settings": run,
         "eval_loss": round(evaluations[-1]["eval_loss"], 5),
         "eval_bits_per_byte": round(evaluations[-1]["eval_bits_per_byte"], 5),
         "training_seconds": round(until[evaluations[-1]["step"]], 1),
-        "seconds_per_step": round(statistics.median(speeds), 5),
         "wall_seconds": round(seconds, 1),
         "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
-        "parameters": sum(map(math.prod, shapes.values())),
-        "parameters_in_products": sum(map(math.prod, products)),
         "curve": [[e["step"] * tokens, round(until[e["step"]], 1), round(comparable_loss(e), 4)] for e in evaluations],
     }
-
-
-def read(path: Path) -> tuple[dict[str, Any] | None, dict[str, dict]]:
-    """Return the head of a result file and its finished runs by their settings."""
-    if not path.is_file():
-        return None, {}
-    head, *runs = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return head, {key(each["settings"]): each for each in runs}
 
 
 def token_store(data: str) -> str:
@@ -234,8 +231,7 @@ def token_store(data: str) -> str:
     store = data if is_store(data) else str(REPOSITORY / f"data/tokens-to-loss-{name_of(data)}")
     if not is_store(store):
         settings = ["--vocab_size", "2048", "--validation_fraction", "0.05"]
-        command = ["-m", "tokenizer.pretokenize", "--input", data, "--output", store, *settings]
-        subprocess.run([sys.executable, *command], cwd=REPOSITORY, check=True)
+        run_python("-m", "tokenizer.pretokenize", "--input", data, "--output", store, *settings)
     return store
 
 
@@ -252,7 +248,7 @@ def main(arguments: list[str]) -> None:
     chosen = {name: getattr(options, name) for name in ("seed", "tokens")}
     suffix = "".join(f"-{name}{value}" for name, value in chosen.items() if value != getattr(ProofArguments, name))
     path = results.RESULTS / f"tokens-to-loss-{name_of(options.data)}{suffix}-{device_kind()}.jsonl"
-    head, found = read(path)
+    head, found = read_runs(path, "settings")
     head = head or begin(options, arguments)
     while (stage := progress(head, found)[1]) is not None:
         missing = {key(each): each for runs in stage.rows.values() for each in runs if key(each) not in found}
@@ -261,16 +257,14 @@ def main(arguments: list[str]) -> None:
         if sum(spent) + len(batch) * max(spent, default=0) >= 3600 * options.budget_hours:
             print(f"The budget ends before the stage {stage.title!r}: {sum(spent) / 3600:.2f} CPU-hours are spent.")
             break
-        now = about("tokens_to_loss", arguments)
-        if changed := [f"{name} {head[name]}, now {now[name]}" for name in MACHINE if head[name] != now[name]]:
-            raise UserError(f"{path.name} was measured with {'; '.join(changed)}: use the same, or delete the file.")
+        require_same_machine(path, head)
         with ThreadPoolExecutor(options.workers) as pool:
             futures = [pool.submit(measure, each, token_store(options.data)) for each in batch]
             for done in as_completed(futures):
                 if done.exception() is None:
                     result = done.result()
                     found[key(result["settings"])] = result
-                    write_atomic(path, "".join(json.dumps(line) + "\n" for line in [head, *found.values()]))
+                    write_runs(path, head, found)
                     settings, seconds = " ".join(flags(result["settings"])), result["cpu_seconds"]
                     print(f"{stage.title}: {settings}: loss {result['eval_loss']:.4f}, {seconds:.0f} CPU seconds")
         for done in futures:
@@ -280,25 +274,21 @@ def main(arguments: list[str]) -> None:
 
 def page() -> str:
     """Return docs/tokens_to_loss.md with the tables of the result files between its markers."""
-    before, rest = (DOCS / "tokens_to_loss.md").read_text(encoding="utf-8").split(BEGIN)
-    body = "\n\n".join(map(section, sorted(results.RESULTS.glob(FILES)))) or "The plan has not been run yet."
-    return f"{before}{BEGIN}\n{body}\n{END}{rest.split(END)[1]}"
+    sections = map(section, sorted(results.RESULTS.glob(FILES)))
+    return with_results("tokens_to_loss.md", "\n\n".join(sections) or "The plan has not been run yet.")
 
 
 def section(path: Path) -> str:
-    head, found = read(path)
+    head, found = read_runs(path, "settings")
     stages, following = progress(head, found)
     rows = {title: [row(name, runs, found) for name, runs in stage.rows.items()] for title, stage in stages.items()}
-    columns = ["tokens", "validation loss", "bits per byte", "training seconds", "ms per step", "parameters"]
+    columns = ["tokens", "validation loss", "bits per byte", "training seconds"]
     parts = [f"### {head['data']}, seed {head['seed']}"]
     if RESULT in stages:
         plot = f"![Validation loss by training tokens and by training seconds]({path.stem}.png)"
-        parts += [claim(stages[RESULT], found), plot, f"#### {RESULT}", table(["", *columns], rows.pop(RESULT))]
+        parts += [claim(stages[RESULT], found), plot, f"#### {RESULT}", table(["", *columns], rows[RESULT])]
     if SWITCHES in stages:
-        parts += [
-            f"#### {SWITCHES}",
-            table(["", *columns[1:]], [[name, *rest] for name, _, *rest in rows.pop(SWITCHES)]),
-        ]
+        parts += [f"#### {SWITCHES}", table(["", *columns[1:]], [[name, *rest] for name, _, *rest in rows[SWITCHES]])]
     hours = sum(each["cpu_seconds"] for each in found.values()) / 3600
     state = "" if following is None else f" The plan is not finished: the next stage is {following.title!r}."
     parts += [f"{len(found)} runs, {hours:.2f} CPU-hours.{state} {measured_on(head, path)}"]
@@ -306,22 +296,23 @@ def section(path: Path) -> str:
 
 
 def row(name: str, runs: list[Run], found: dict[str, dict]) -> list[str]:
-    """Return a row of a table: losses per seed, and times and sizes of the first seed."""
+    """Return a row of a table: losses per seed, and the training time of the first seed."""
     first, *_ = each = [found[key(run)] for run in runs]
     losses = [" / ".join(f"{one[metric]:.4f}" for one in each) for metric in ("eval_loss", "eval_bits_per_byte")]
-    times = [f"{first['training_seconds']:,.0f}", f"{1000 * first['seconds_per_step']:.1f}"]
-    return [name, f"{runs[0]['tokens']:,}", *losses, *times, f"{first['parameters']:,}"]
+    return [name, f"{runs[0]['tokens']:,}", *losses, f"{first['training_seconds']:,.0f}"]
 
 
 def claim(stage: Stage, found: dict[str, dict]) -> str:
     """State the smallest share of the tokens with which all seeds of the modern model are below all seeds of GPT-2."""
     losses = {name: [found[key(run)]["eval_loss"] for run in runs] for name, runs in stage.rows.items()}
-    tuned = losses["GPT-2, tuned, all tokens"]
-    reached = [share for share in SHARES if max(losses[f"modern, {share}"]) < min(tuned)]
+    seconds = {name: sum(found[key(run)]["training_seconds"] for run in runs) for name, runs in stage.rows.items()}
+    tuned = "GPT-2, tuned, all tokens"
+    reached = [f"modern, {share}" for share in SHARES if max(losses[f"modern, {share}"]) < min(losses[tuned])]
     if not reached:
         return f"The modern model reaches the final loss of the tuned GPT-2 with none of: {', '.join(SHARES)}."
-    new, old = (" and ".join(f"{loss:.4f}" for loss in each) for each in (losses[f"modern, {reached[-1]}"], tuned))
-    return f"The modern model with **{reached[-1]}** has a loss of {new}. The tuned GPT-2 with all tokens has {old}."
+    new, old = (" and ".join(f"{loss:.4f}" for loss in losses[name]) for name in (reached[-1], tuned))
+    time = f"{seconds[reached[-1]] / seconds[tuned]:.2f} of the training time"
+    return f"**{reached[-1].capitalize()}**, {time}: {new}. GPT-2, tuned, all tokens: {old}."
 
 
 def draw(stage: Stage, found: dict[str, dict], path: Path) -> None:
@@ -348,7 +339,7 @@ def draw(stage: Stage, found: dict[str, dict], path: Path) -> None:
 def write_page() -> None:
     (DOCS / "tokens_to_loss.md").write_text(page(), encoding="utf-8")
     for path in sorted(results.RESULTS.glob(FILES)):
-        head, found = read(path)
+        head, found = read_runs(path, "settings")
         if RESULT in (stages := progress(head, found)[0]):
             draw(stages[RESULT], found, DOCS / f"{path.stem}.png")
     print("docs/tokens_to_loss.md is written.")

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import train_accelerate
+from benchmarks import results
 from benchmarks import scaling as benchmark
 from common.settings_file import read_yaml
 from conftest import TWO_PROCESSES, assert_user_error, flags, lines, reset_accelerate
@@ -268,7 +269,7 @@ def test_the_length_follows_from_the_measured_speed():
 
 
 def test_the_law_of_small_models_is_the_fit_of_the_result_file():
-    _, choices = benchmark.read(benchmark.PATH)
+    _, choices = results.read_runs(benchmark.PATH, "run")
     for family, law in scaling.POWER_LAWS.items():
         fit = benchmark.law(family, choices)
         assert law == pytest.approx((fit["k"], fit["g"]), rel=1e-3)
@@ -281,9 +282,9 @@ def test_the_law_of_small_models_is_the_fit_of_the_result_file():
 
 @pytest.mark.parametrize("flops", benchmark.CHECKED)
 def test_the_choice_is_at_most_3_percent_above_its_neighbors(flops):
-    _, choices = benchmark.read(benchmark.PATH)
+    _, choices = results.read_runs(benchmark.PATH, "run")
     runs = benchmark.neighbors(benchmark.choice_of(flops, choices))
-    losses = {name: [choices[benchmark.key(run)]["eval_loss"] for run in seeds] for name, seeds in runs.items()}
+    losses = {name: [choices[results.key(run)]["eval_loss"] for run in seeds] for name, seeds in runs.items()}
     means = {name: statistics.mean(values) for name, values in losses.items()}
     assert len(means) == 7
     assert means["the choice"] < 1.03 * min(means.values())

@@ -44,7 +44,7 @@ REPEATS, EXCESS = 15.4, 5.3
 SMALL_TEXT, SMALL_REPEATS, SMALL_EXCESS = 1e7, 8, 50
 LARGEST_DECAY = 0.5  # runs of few steps would have more; nothing above was tried
 TIMESCALES = {"muon": 0.308, "adamw": 0.583}  # B / (rate decay D) of the records that `weight_decay` names
-# Of second targets, for models of the modern family up to this N, as measured here (docs/log.md). GPT-2 gets worse.
+# Of second targets, for models of the modern family up to this N, as measured here (docs/log.md).
 SECOND_TARGET_WEIGHT, SECOND_TARGETS_UP_TO = 0.5, 4e6
 SMALLEST_BATCH, FEW_TOKENS = 4096, 4e6  # measured here: the best batch of runs with few tokens (docs/log.md)
 
@@ -127,8 +127,8 @@ def expected_loss(family: str, parameters: float, tokens: float) -> tuple[float,
     """Return the lowest and highest loss, in nats per token of web text with about 32,000 tokens in the vocabulary, or
     None for a model outside of the range of the fits.
 
-    Two fits of the same runs: Hoffmann et al. 2022, equation 10, and Besiroglu et al. 2024. A modern model needs at
-    least half as many tokens as GPT-2 for a loss (docs/tokens_to_loss.md), so its lowest is that of twice the tokens.
+    Two fits of the same runs: Hoffmann et al. 2022, equation 10, and Besiroglu et al. 2024. A modern model of
+    12 layers needs half of GPT-2's tokens for a loss (docs/tokens_to_loss.md): its lowest is that of twice the tokens.
     """
     if not RATIO_RULES["gpt2"].lowest <= parameters <= RATIO_RULES["gpt2"].highest:
         return None
