@@ -44,6 +44,7 @@ LADDER = {
 # Budgets at which the choice is compared with its neighbors, with the seeds of these runs; the first is the default.
 CHECKED = {1.5e13: (1337, 1, 2), 6e13: (1337, 1)}
 RATES = ("learning_rate", "embedding_learning_rate", "head_learning_rate")
+VOCABULARY = {"vocab_size": 2048}  # of all runs, so that losses per token can be compared
 PATH = RESULTS / "scaling-python-standard-library-cpu.jsonl"
 Run = dict[str, Any]
 
@@ -88,7 +89,7 @@ def neighbors(choice: Run) -> dict[str, list[Run]]:
 
 def chosen(family: str, flops: float) -> Run:
     """Return the run that --budget chooses, with its settings, from the plan."""
-    flags = {"budget": f"{flops:g}flops", "family": family, "plan": True, "plan_steps": 0}
+    flags = {"budget": f"{flops:g}flops", "family": family, "plan": True, "plan_steps": 0} | VOCABULARY
     output = run_python("train_accelerate.py", *as_flags(flags), capture_output=True).stdout
     settings = yaml.safe_load(output.split("--config:\n")[1])
     return {"family": family, "depth": settings["n_layer"], "flops": flops, "settings": settings}
@@ -98,7 +99,7 @@ def measure(run: Run, vocab_size: int) -> Run:
     """Train one run in a process with one thread. Return its loss, settings and times."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
-        settings = {name: value for name, value in run.items() if name != "flops"}
+        settings = {name: value for name, value in run.items() if name != "flops"} | VOCABULARY
         settings |= {"max_train_tokens": tokens_of(run, vocab_size), "output_dir": folder}
         # The rules were measured without second targets.
         flags = as_flags(settings | {"save_strategy": "no", "sample_tokens": 0, "second_target_weight": 0})

@@ -18,8 +18,8 @@ from conftest import TWO_PROCESSES, assert_user_error, flags, lines, reset_accel
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
 from training.budget.pacer import Pacer
-from training.budget.sizing import Sizing, resolve
-from training.config import TrainConfig, read_config
+from training.budget.sizing import Sizing, resolve, with_vocabulary
+from training.config import TrainConfig, dump_config, read_config
 from training.runtime import budget
 from training.runtime.budget import BudgetArguments, price_in_log, price_of
 from training.runtime.device import Setup
@@ -31,13 +31,13 @@ def test_rules_match_their_sources():
     assert [scaling.best_batch(tokens) for tokens in (1e5, 4e6, 1e7, 1.16e9, 9.6e9)] == [4096, 4096, 8192, 2**19, 2**20]
     assert scaling.effective(1e6, 1e6) == 1e6
     assert scaling.effective(4e6, 1e6) == pytest.approx(3.726e6, rel=1e-3)  # 1 + 15.4 (1 - exp(-3 / 15.4))
-    assert scaling.best_ratio("gpt2", 70e6) == scaling.best_ratio("gpt2", 1e9) == 20
-    assert scaling.best_ratio("modern", 110e6) == pytest.approx(10.5)
     assert scaling.adam_rate(192) == pytest.approx(3.6e-3)
     record_36 = scaling.weight_decay("muon", 0.02, 2**19, 1.704e9)  # of modded-nanogpt
     assert record_36 == pytest.approx(0.05, rel=0.01)
     assert scaling.expected_loss("gpt2", 124e6, 2.5e9) == pytest.approx((3.3165, 3.3694), abs=1e-4)
     assert scaling.expected_loss("gpt2", 1e6, 2.5e9) is None
+    blocks = [(393_216, 128), (3.1e6, 256), (33e6, 512), (85e6, 768), (316e6, 1024), (1.13e9, 2048), (1e5, 64)]
+    assert [scaling.best_vocabulary(*each) for each in blocks] == [2048, 4096, 8192, 8192, 16_384, 32_768, 2048]
     losses = [scaling.deficit(N, 40e16 / N, 1e18, 10) for N in (1e8, 2e8, 4e8)]  # N D is constant
     assert min(losses) == losses[1]
 
@@ -135,6 +135,40 @@ def test_small_new_models_of_the_modern_family_have_second_targets(store, finish
     assert choice(store, continued, 1e8).config.optim.second_target_weight is None
 
 
+@pytest.mark.parametrize(
+    ("arguments", "size"),
+    [
+        ("--depth 2", 2048),
+        ("--depth 12", 8192),
+        ("--budget 2m", 2048),
+        ("--budget 1h", 4096),
+        ("--budget 10h --plan --plan_device h100-80gb", 16_384),
+        ("--budget 10h --plan --plan_device h100-80gb --n_layer 4", 4096),
+        ("--depth 12 --vocab_size 500", 500),
+        ("--depth 12 --tokenizer_type character", None),
+        ("--budget 10h --config presets/nano.yaml", None),
+        ("--max_steps 5", 2048),
+    ],
+)
+def test_a_new_tokenizer_has_the_size_for_the_model(tmp_path, monkeypatch, arguments, size):
+    """The text has 200 MB, and is not read."""
+    text = tmp_path / "text.txt"
+    with text.open("wb") as file:
+        file.truncate(200_000_000)
+    settings = ["--data", str(text), "--output_dir", str(tmp_path / "run"), *arguments.split()]
+    assert with_vocabulary(read_config(settings), CPU, Setup("bf16", True, "sdpa", ())).vocabulary.vocab_size == size
+
+
+def test_the_vocabulary_of_a_budget_stays_that_of_its_run(store, finished_copy):
+    """Also if another version, or a given size, chose it. A command that the folder refuses builds no other store."""
+    text = store.folder.parent / "text0.txt"
+    arguments = ["--data", str(text), "--output_dir", str(finished_copy), "--budget", "5m"]
+    (finished_copy / "config.yaml").write_text(dump_config(read_config([*arguments, "--vocab_size", "300"])))
+    for more, size in {"": 300, "--budget 6m": 300, "--overwrite_output_dir": 2048}.items():
+        config = read_config([*(arguments[:-2] if "budget" in more else arguments), *more.split()])
+        assert with_vocabulary(config, CPU, Setup("bf16", True, "sdpa", ())).vocabulary.vocab_size == size
+
+
 def test_less_text_gives_a_larger_model_with_fewer_tokens(store):
     plenty, little = (choice(store, "--budget 2e18flops", tokens).option for tokens in (1e11, 6e8))
     assert little.parameters >= plenty.parameters
@@ -182,8 +216,7 @@ def test_the_default_length_is_for_the_default_text(store):
 def test_given_settings_are_kept(store, tmp_path):
     choices = choice(store, "--depth 12", 1e10)
     assert (choices.option.model.n_layer, choices.option.model.n_head) == (12, 6)
-    ratio = scaling.best_ratio("modern", choices.option.parameters)
-    assert choices.option.tokens == pytest.approx(ratio * choices.option.parameters, rel=0.01)
+    assert choices.option.tokens == pytest.approx(10.5 * choices.option.parameters, rel=0.01)
     config = choice(store, "--budget 1e15flops --n_layer 3 --learning_rate 0.01 --max_steps 50", 1e8).config
     assert (config.model.n_layer, config.optim.learning_rate, config.length.max_steps) == (3, 0.01, 50)
     model = choice(store, "--budget 1e15flops --depth 8 --n_embd 384 --n_head 6", 1e8).config.model
@@ -278,6 +311,16 @@ def test_the_law_of_small_models_is_the_fit_of_the_result_file():
             lowest, highest = scaling.measured_bits_per_byte(family, flops)
             assert lowest < bits < highest
     assert scaling.measured_bits_per_byte("modern", 1e14) is None
+
+
+@pytest.mark.parametrize("family", benchmark.LADDER)
+def test_the_choice_is_the_best_measured_size_of_each_budget(store, family):
+    _, runs = results.read_runs(benchmark.PATH, "run")
+    for flops, depths in benchmark.LADDER[family].items():
+        keys = {depth: results.key({"family": family, "depth": depth, "flops": flops}) for depth in depths}
+        best = min(depths, key=lambda depth: runs[keys[depth]]["eval_bits_per_byte"])
+        option = choice(store, f"--family {family} --budget {flops:g}flops", 2_593_258, vocab_size=2048).option
+        assert option.model.n_layer == best, flops
 
 
 @pytest.mark.parametrize("flops", benchmark.CHECKED)

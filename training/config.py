@@ -45,7 +45,7 @@ MAIN = (  # flags that --help explains
     *("config", "data", "tokenizer", "output_dir", "resume_from_checkpoint", "init_from", "plan", "budget"),
     *("n_layer", "n_embd", "tokens_per_step", "max_steps", "learning_rate"),
 )
-# Settings that --budget and --depth choose, unless they are given.
+# Settings that --budget and --depth choose with the model, unless they are given. The vocabulary is chosen before.
 CHOICES = {part.name for kind in (ModelArguments, OptimArguments, LengthArguments) for part in fields(kind)}
 LENGTHS = {part.name for part in fields(LengthArguments)}  # three ways to state one length
 CHOICES |= {"tokens_per_step", "eval_steps", "max_eval_samples", "save_steps", "save_total_limit", "logging_steps"}
@@ -123,6 +123,11 @@ class TrainConfig:
     def trains_bpe(self) -> bool:
         return self.text and self.vocabulary.tokenizer is None and self.vocabulary.tokenizer_type == "bpe"
 
+    @property
+    def has_model_file(self) -> bool:
+        """True if a file names the model."""
+        return "n_layer" in self.given - self.flags
+
     def overridden_vocab_size(self, actual: int) -> int | None:
         """Return the requested `vocab_size` if the vocabulary of the data has another number of tokens, `actual`."""
         size = self.vocabulary.vocab_size
@@ -175,11 +180,10 @@ class TrainConfig:
         for name in sorted(self.flags & TEXT_SETTINGS - {"vocab_size"}) if not self.text else ():
             yield f"{name} applies to text only, but {self.data.data} is already a token store; leave it out."
         layers, family = self.model.n_layer, "modern" if self.model.is_modern else "gpt2"
-        has_file = "n_layer" in self.given - self.flags
         reasons = {
             "init_from": "resume_from_checkpoint" in self.flags and "resume_from_checkpoint has other weights",
             "depth": "n_layer" in self.given and self.budget.depth != layers and f"n_layer is {layers}",
-            "family": has_file and self.budget.family != family and f"the model is of the family {family}",
+            "family": self.has_model_file and self.budget.family != family and f"the model is of the family {family}",
             "vocab_size": self.text and self.pretrained_source and "text is tokenized with the tokenizer of init_from",
             "plan_steps": not self.cost.plan and "it needs --plan",
             "torch_compile_mode": self.device.torch_compile.lower() == "false" and "torch_compile is false",

@@ -136,12 +136,11 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
 
 def _records(dataset: HubDataset) -> int:
     """Return the number of records of a Hub dataset. Raise a `UserError` if the dataset does not state it."""
-    snapshot = dataset.pinned()
-    split = (snapshot.streams[0].info.splits or {}).get(snapshot.split or "train")
-    if split is None or not split.num_examples:
+    facts = dataset.pinned().facts
+    if facts is None or not facts.num_examples:
         raise UserError(
             f"{dataset} does not state its number of records, so its size cannot be estimated; tokenize it first "
             f"(python -m tokenizer.pretokenize --input {dataset} --output data/{dataset.name.split('/')[1]}), and use "
             f"that store as --data."
         )
-    return split.num_examples
+    return facts.num_examples

@@ -125,6 +125,11 @@ class HubDataset:
         except Exception as error:  # depends on the versions of `datasets` and of the Hub's HTTP library
             raise UserError(f"{self} cannot be read from the Hub: {shortened(error)}.") from error
 
+    @property
+    def facts(self) -> Any:
+        """What the dataset states about the split of its text, with `num_examples` and `num_bytes`, or None."""
+        return (self.streams[0].info.splits or {}).get(self.split or "train")
+
     def records(self, shard: int | None = None) -> Iterator[dict[str, Any]]:
         """Yield the records of the dataset, or of one of its `num_shards` shards.
         Raise a `UserError` if the connection is lost, or the data are broken."""

@@ -22,7 +22,7 @@ import torch
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
-from training.budget.sizing import Sizing, resolve
+from training.budget.sizing import Sizing, resolve, with_vocabulary
 from training.budget.throughput import (
     SCORING_COST,
     VALIDATION_GRAPH,
@@ -139,6 +139,7 @@ def _print_plan(config: TrainConfig, folder: Path) -> None:
     setup = setup_of(config)
     accelerator = start_accelerator(setup, None, config.run.output_dir, config.stopping.ddp_timeout)
     say, estimate = printer(accelerator), None
+    config = with_vocabulary(config, accelerator, setup)
     if config.text and find_store(config.recipe) is None:
         from tokenizer.build.estimate import estimate as estimate_store  # needs packages that a run does not need
 

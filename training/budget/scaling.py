@@ -1,5 +1,5 @@
-"""Published rules that derive model size, tokens, batch and rates from a compute budget. docs/budget.md compares them
-with runs.
+"""Published rules that derive vocabulary, model size, tokens, batch and rates from a compute budget. docs/budget.md
+compares them with runs.
 
 Symbols: N weights in matrix products (`size.products`), D training tokens, U tokens of the text, B tokens per step.
 """
@@ -28,8 +28,6 @@ RATIO_RULES = {
 BATCH_SOURCE = "Bergsma et al. 2025; nanochat, dev/LOG.md, 2026-02-05"
 BATCH_RULE = Rule("B = 2^19 (D / 1.16e9)^0.383", BATCH_SOURCE, "D", 1.16e9, 9.6e9)
 EPOCHS_RULE = Rule("value of repeated tokens", "Muennighoff et al. 2023, equations 5 and 6", "N", 7e6, 8.7e9)
-# (N, D / N) at this size, measured on the text of the quickstart (docs/budget.md).
-SMALL_RATIOS = {"gpt2": (2e6, 10.0), "modern": (2e6, 5.0)}
 # (k, g) of bits per byte = k C^-g for the best size at C FLOPs, fitted to runs on the text of the quickstart, and the
 # range of C.
 POWER_LAWS, MEASURED_FLOPS = {"gpt2": (18.42, 0.0812), "modern": (67.35, 0.1283)}, (5e12, 6e13)
@@ -45,22 +43,12 @@ SMALL_TEXT, SMALL_REPEATS, SMALL_EXCESS = 1e7, 8, 50
 LARGEST_DECAY = 0.5  # runs of few steps would have more; nothing above was tried
 TIMESCALES = {"muon": 0.308, "adamw": 0.583}  # B / (rate decay D) of the records that `weight_decay` names
 # Of second targets, for models of the modern family up to this N, as measured here (docs/log.md).
-SECOND_TARGET_WEIGHT, SECOND_TARGETS_UP_TO = 0.5, 4e6
+SECOND_TARGET_WEIGHT, SECOND_TARGETS_UP_TO = 0.5, 4.2e6
+# Tao et al. 2024, approach 2: N of the blocks, width, vocabulary size, and exponent of the embedding. Below: vocabulary
+# size and N of the blocks, measured here (docs/budget.md).
+VOCABULARY_SOURCE = "Tao et al. 2024; docs/budget.md"
+LAW_OF_VOCABULARY, SMALLEST_VOCABULARY, SMALL_BLOCKS = (33e6, 512, 6144, 0.835), 2048, 393_216
 SMALLEST_BATCH, FEW_TOKENS = 4096, 4e6  # measured here: the best batch of runs with few tokens (docs/log.md)
-
-
-def best_ratio(family: str, parameters: float) -> float:
-    """Return the compute-optimal D / N. Below the published range, it falls to the ratio measured here."""
-    limit, (small, small_ratio) = RATIOS[family], SMALL_RATIOS[family]
-    lowest = RATIO_RULES[family].lowest
-    share = min(1.0, max(0.0, math.log(parameters / small) / math.log(lowest / small)))
-    return small_ratio * (limit / small_ratio) ** share
-
-
-def ratio_source(family: str, parameters: float) -> str:
-    """Return the source of `best_ratio`."""
-    rule = RATIO_RULES[family]
-    return rule.source if parameters >= rule.lowest else f"below {rule.lowest / 1e6:.0f}M parameters: docs/budget.md"
 
 
 def best_context(width: int) -> int:
@@ -99,6 +87,18 @@ def best_batch(tokens: float) -> int:
         exponent = math.log(at_rule / SMALLEST_BATCH) / math.log(rule.lowest / FEW_TOKENS)
     exact = at_rule * (tokens / rule.lowest) ** exponent
     return max(SMALLEST_BATCH, 2 ** round(math.log2(exact)))
+
+
+def best_vocabulary(parameters: float, width: int) -> int:
+    """Return the vocabulary size for N `parameters` of the blocks, a power of two: the embedding grows with N^0.835
+    (Tao et al. 2024, approach 2). Below its range, the size falls to the one measured here for SMALL_BLOCKS."""
+    blocks, usual_width, usual, exponent = LAW_OF_VOCABULARY
+    if parameters >= blocks:
+        exact = usual * (parameters / blocks) ** exponent * usual_width / width
+    else:
+        share = math.log(parameters / SMALL_BLOCKS) / math.log(blocks / SMALL_BLOCKS)
+        exact = SMALLEST_VOCABULARY * (usual / SMALLEST_VOCABULARY) ** share
+    return max(SMALLEST_VOCABULARY, 2 ** round(math.log2(exact)))
 
 
 def adam_rate(width: int) -> float:

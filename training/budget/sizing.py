@@ -1,11 +1,11 @@
-"""Choice of model size, tokens, batch and rates for a budget or a number of layers (docs/budget.md)."""
+"""Choice of vocabulary, model size, tokens, batch and rates for a budget or a number of layers (docs/budget.md)."""
 
 import math
 import time
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from accelerate import Accelerator
@@ -14,6 +14,7 @@ from common.command_line import fill
 from common.errors import UserError, counted
 from common.settings_file import read_yaml
 from modeling_gpt2scratch import GPT2ScratchConfig
+from tokenizer.corpus.units import Corpus
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
 from training.budget.throughput import Throughput, assumed_speed, measure_speed, validation_tokens
@@ -24,7 +25,7 @@ from training.config import CHOICES, LENGTHS, PRESETS, TrainConfig
 from training.data.run_data import open_store
 from training.log.speed import flops_per_token
 from training.preflight import available_memory, make_plan
-from training.runtime.budget import price_of
+from training.runtime.budget import Price, price_of
 from training.runtime.console import printer
 from training.runtime.device import Setup
 from training.runtime.distributed import on_main
@@ -44,10 +45,15 @@ DEEPEST = 100  # layers
 # stable phase. If they were more in a run that starts slowly, it would end late.
 VALIDATIONS = 5
 SCORED_TOKENS = 32_768  # of a validation before the last
+# To choose a vocabulary before the text is tokenized: usual bytes per token, and the bytes of a text of unknown size.
+BYTES_PER_TOKEN, UNKNOWN_BYTES = 3.5, 1e15
 COMPILED_SPEED = 1.4  # relative to steps without compilation, measured on two cores for 2 and 3 layers
 # Seconds until the first step is done, by whether steps are compiled: on two cores.
 STARTUP = {False: 3.0, True: 28.0}
-GUESSES = {"cpu": 3e11, "cuda": 5e13}  # FLOP/s of a device, only to choose the model that is measured; others: 3e12
+GUESSES = {
+    "cpu": 3e11,
+    "cuda": 5e13,
+}  # FLOP/s of a device, to choose the vocabulary and the model that is measured; others: 3e12
 PROBE_SECONDS = 1.0
 BYTES_PER_PARAMETER = 22  # at most: weights, their average, gradients and two moments in fp32, and weights in half
 FACTORS = {"half": 0.5, "this": 1.0, "twice": 2.0}  # of the budget, for the table of alternatives
@@ -90,8 +96,7 @@ class Option:
 
     @property
     def deficit(self) -> float:
-        ratio = scaling.best_ratio(self.family, self.parameters)
-        return scaling.deficit(self.parameters, self.tokens, self.unique, ratio)
+        return scaling.deficit(self.parameters, self.tokens, self.unique, scaling.RATIOS[self.family])
 
     @property
     def outside(self) -> list[tuple[scaling.Rule, float]]:
@@ -138,8 +143,10 @@ def resolve(
     """
     if not config.budget.chooses:
         return _shortened(config, accelerator, stores), None
+    if stores is None:
+        config = with_vocabulary(config, accelerator, setup)
     (earlier_settings, events), values = on_main(accelerator, lambda: _earlier(config)), {}
-    repeats = config.budget.budget is not None and earlier_settings.get("budget") == config.budget.budget
+    repeats = config.budget.budget is not None and vars(config.budget).items() <= earlier_settings.items()
     if repeats:
         values = {name: earlier_settings[name] for name in CHOICES & earlier_settings.keys() - (config.given - LENGTHS)}
         config = config.with_settings(values, "file")
@@ -155,8 +162,32 @@ def resolve(
     stores = stores or 2 * [open_store(config.recipe, printer(accelerator))]
     tokenization = time.monotonic() - start
     usage = on_main(accelerator, lambda: seconds_spent(events if continues else []) - tokenization)
-    sizing = Sizer(config, *stores, accelerator, setup).choose(usage, tokenization)
+    store, sample = stores
+    text = Text(store.metadata.vocab_size, store.metadata.train.tokens, store.metadata.val.tokens)
+    sizing = Sizer(config, text, accelerator, setup).choose(usage, tokenization, sample)
     return config.with_settings(sizing.option.settings), sizing
+
+
+def with_vocabulary(config: TrainConfig, accelerator: Accelerator, setup: Setup) -> TrainConfig:
+    """Return the configuration with the size of a new tokenizer for the model that a budget or depth will choose, or of
+    the run in the folder. Speed and tokens are assumed, because equal commands must build equal stores."""
+    if not (config.budget.chooses and config.trains_bpe) or config.has_model_file or "vocab_size" in config.given:
+        return config
+    earlier_settings, n_bytes = on_main(accelerator, lambda: (_earlier(config)[0], _bytes_of_text(config)))
+    if (size := earlier_settings.get("vocab_size")) is not None:
+        return config.with_settings({"vocab_size": size}, "file")
+    text = Text(scaling.SMALLEST_VOCABULARY, max(1, int(n_bytes / BYTES_PER_TOKEN)), SCORED_TOKENS)
+    sizer = Sizer(config, text, accelerator, setup)
+    return config.with_settings({"vocab_size": on_main(accelerator, sizer.vocabulary)})
+
+
+def _bytes_of_text(config: TrainConfig) -> float:
+    """Return the bytes of the text, estimated for compressed files, or many if a Hub dataset does not state them."""
+    corpus = Corpus([config.data.data], config.corpus)
+    [dataset] = corpus.hub
+    facts = dataset and dataset.pinned().facts
+    n_bytes = corpus.text_size if dataset is None else facts and facts.num_bytes
+    return min(n_bytes or UNKNOWN_BYTES, config.corpus.limit.bytes)
 
 
 def _shortened(config: TrainConfig, accelerator: Accelerator, stores: list[TokenStore] | None) -> TrainConfig:
@@ -178,37 +209,54 @@ def _shortened(config: TrainConfig, accelerator: Accelerator, stores: list[Token
     return config.with_settings({name: value for name, value in settings.items() if name not in config.given})
 
 
+class Text(NamedTuple):
+    """Sizes of a tokenized text."""
+
+    vocab_size: int
+    tokens: int  # for training
+    val_tokens: int
+
+
 class Sizer:
     """Search for the best option of a configuration on a device."""
 
-    def __init__(
-        self, config: TrainConfig, store: TokenStore, sample: TokenStore, accelerator: Accelerator, setup: Setup
-    ):
-        self.config, self.store, self.sample, self.accelerator, self.setup = config, store, sample, accelerator, setup
+    def __init__(self, config: TrainConfig, text: Text, accelerator: Accelerator, setup: Setup):
+        self.config, self.text, self.accelerator, self.setup = config, text, accelerator, setup
         self.given = {name: value for name, value in config.flat().items() if name in CHOICES & config.given}
-        has_model = "n_layer" in config.given - config.flags  # in its file
-        default = "gpt2" if has_model and config.optim.optimizer == "adamw" else "modern"
+        default = "gpt2" if config.has_model_file and config.optim.optimizer == "adamw" else "modern"
         self.family = config.budget.family or default
-        content = {} if has_model else read_yaml(PRESET_OF[self.family])
+        content = {} if config.has_model_file else read_yaml(PRESET_OF[self.family])
         self.architecture = {name: content[name] for name in ARCHITECTURE & content.keys()}
         depth = config.budget.depth or self.given.get("n_layer") or self.given.get("n_embd", 0) // WIDTH
         self.depths = [depth] if depth else range(1, DEEPEST + 1)
         self.memory = on_main(accelerator, lambda: available_memory(accelerator, config.cost.plan_device, 0))
-        self.unique = store.metadata.train.tokens
+        self.unique = text.tokens
         self.left: float | None = None  # seconds of the budget that are left; None: no time limit
         self.flops, self.mfu, self.source = 0.0, None, ""  # FLOP/s of all devices
 
-    def choose(self, usage: float, tokenization: float) -> Sizing:
-        """Return the choice. `usage`: seconds of the budget that have passed, without those of `tokenization`."""
+    def vocabulary(self) -> int:
+        """Return the vocabulary size for the best model at the assumed speed, with any memory."""
+        if self.unique <= scaling.SMALL_TEXT:
+            return scaling.SMALLEST_VOCABULARY
+        amount, self.memory = self.config.budget.amount, math.inf
+        if amount is not None and amount.unit != "flops":
+            self.left = self._price().seconds(amount)
+            self._assume_speed()
+        option = self._best(1.0)
+        model = self._model(self.depths[0]) if option is None else option.model
+        return scaling.best_vocabulary(size_of(model).block_products, model.n_embd)
+
+    def choose(self, usage: float, tokenization: float, sample: TokenStore) -> Sizing:
+        """Return the choice. `usage`: seconds of the budget that have passed, without those of `tokenization`.
+        `sample`: the store to measure speed with."""
         self._check_memory()
         amount, cost, limit = self.config.budget.amount, self.config.cost, {}
         if amount is not None and amount.unit != "flops":
-            devices = device_name(self.accelerator.device), cost.plan_device
-            price = price_of(*devices, cost.hourly_price, self.accelerator.num_processes)
+            price = self._price()
             total = price.seconds(amount)
             self.left = total if cost.plan else total - usage
             limit = {"total": total, "deadline": time.monotonic() + self.left}
-            self._find_speed()
+            self._find_speed(sample)
         option = self._best(1.0)
         if option is None:
             raise UserError(self._too_small())
@@ -255,8 +303,7 @@ class Sizer:
         elif amount is not None:
             longest = tokens = factor * amount.number / flops_per_token(model)
         else:
-            parameters = size_of(model).products
-            longest = tokens = self._length(0) or scaling.best_ratio(self.family, parameters) * parameters
+            longest = tokens = self._length(0) or scaling.RATIOS[self.family] * size_of(model).products
         maximum = math.inf if LENGTHS & self.config.flags else scaling.MOST_EPOCHS * self.unique
         batch = self._batch(model, max(1, min(tokens, self._length(0) or maximum)))
         limit = self._length(batch)
@@ -278,7 +325,7 @@ class Sizer:
         return self.given.get("tokens_per_step") or max(1, scaling.best_batch(tokens) // unit) * unit
 
     def _model(self, depth: int) -> GPT2ScratchConfig:
-        return model_config(self._arguments(depth), self.store.metadata.vocab_size)
+        return model_config(self._arguments(depth), self.text.vocab_size)
 
     def _arguments(self, depth: int) -> ModelArguments:
         """Return the settings of a model with `depth` layers."""
@@ -332,7 +379,7 @@ class Sizer:
 
     def _seconds(self, model: GPT2ScratchConfig, tokens: float, validations: int = VALIDATIONS) -> float:
         """Return the estimated seconds of a run that trains on `tokens`."""
-        split, has_average = self.store.metadata.val.tokens, tokens > self.unique
+        split, has_average = self.text.val_tokens, tokens > self.unique
         n_tokens = validation_tokens(validations, SCORED_TOKENS, split, has_average)
         return self._speed(model).seconds(tokens, validations, n_tokens)
 
@@ -340,15 +387,24 @@ class Sizer:
         speed = self.flops / flops_per_token(model)
         return Throughput(speed, self.source, self.mfu, startup=STARTUP[self.setup.torch_compile])
 
-    def _find_speed(self) -> None:
-        """Find FLOP/s: from published results if the best model fills a known GPU, otherwise from a few steps of the
-        best model for a first guess, without compilation."""
+    def _price(self) -> Price:
+        devices = device_name(self.accelerator.device), self.config.cost.plan_device
+        return price_of(*devices, self.config.cost.hourly_price, self.accelerator.num_processes)
+
+    def _assume_speed(self) -> str:
+        """Set FLOP/s to those usual for the device, or a guess. Return its name."""
         plan_device, processes = self.config.cost.plan_device, self.accelerator.num_processes
         device = RENTALS[plan_device].datasheet if plan_device else device_name(self.accelerator.device)
         peak = peak_flops(device, self.setup.mixed_precision)
         _, usual, _ = reported_mfu(device) or DEFAULT_MFU
         self.flops = processes * (usual * peak if peak else GUESSES.get(self.accelerator.device.type, 3e12))
-        option = self._best(1.0)
+        return device
+
+    def _find_speed(self, sample: TokenStore) -> None:
+        """Find FLOP/s: from published results if the best model fills a known GPU, otherwise from a few steps of the
+        best model for a first guess, without compilation."""
+        plan_device, processes = self.config.cost.plan_device, self.accelerator.num_processes
+        device, option = self._assume_speed(), self._best(1.0)
         if option is not None and (speed := assumed_speed(device, option.model, self.setup.mixed_precision, processes)):
             self.mfu, self.source = speed.mfu, speed.source
             return
@@ -362,8 +418,8 @@ class Sizer:
         depth, tokens = (self.depths[0], 1) if option is None else (option.model.n_layer, option.tokens)
         settings = self._settings(depth, self._batch(self._model(depth), tokens), 1000, 1000) | {"weight_average": None}
         config, eager = self.config.with_settings(settings), replace(self.setup, torch_compile=False)
-        plan = make_plan(config, self.sample, self.sample.load_tokenizer(), self.accelerator, eager)
-        speed = measure_speed(config, plan, self.accelerator, self.sample, steps=2, seconds=PROBE_SECONDS)
+        plan = make_plan(config, sample, sample.load_tokenizer(), self.accelerator, eager)
+        speed = measure_speed(config, plan, self.accelerator, sample, steps=2, seconds=PROBE_SECONDS)
         gain = COMPILED_SPEED if self.setup.torch_compile else 1.0
         flops = gain * speed.tokens_per_second * flops_per_token(plan.model)
         self.flops = on_main(self.accelerator, lambda: flops)

@@ -29,7 +29,7 @@ class Amount(NamedTuple):
 
 @dataclass
 class BudgetArguments:
-    """Settings that replace a choice of model, tokens, batch and rates by hand (sizing.py)."""
+    """Settings that replace a choice of vocabulary, model, tokens, batch and rates by hand (sizing.py)."""
 
     budget: str | None = setting(None, f"Choose the model for a budget, {FORMS}.", resume="derived")
     family: Literal["gpt2", "modern"] | None = setting(
