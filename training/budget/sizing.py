@@ -146,7 +146,8 @@ def resolve(
     if stores is None:
         config = with_vocabulary(config, accelerator, setup)
     (earlier_settings, events), values = on_main(accelerator, lambda: _earlier(config)), {}
-    repeats = config.budget.budget is not None and vars(config.budget).items() <= earlier_settings.items()
+    is_same = all(earlier_settings.get(name) == value for name, value in vars(config.budget).items())
+    repeats = is_same and config.budget.budget is not None
     if repeats:
         values = {name: earlier_settings[name] for name in CHOICES & earlier_settings.keys() - (config.given - LENGTHS)}
         config = config.with_settings(values, "file")
