@@ -33,7 +33,7 @@ FIELDS = {*GPT2ScratchConfig.__annotations__, "rope_theta"}
 
 # Parameters, layers, heads, width, context, activation and attention scale. The vocabulary follows from the parameters.
 PRESETS = {
-    "nano": (413_184 + 256 * 32_000, 2, 4, 128, 128, "gelu", None),  # any vocabulary
+    "nano": (1_461_760, 2, 4, 128, 128, "gelu", None),
     "shakespeare_char": (3_258_368, 4, 4, 256, 256, "gelu", None),
     "medium_char": (3_322_368, 4, 4, 256, 256, "gelu", None),
     "gpt2_small_seed": (134_601_216, 12, 12, 768, 512, "gelu", None),

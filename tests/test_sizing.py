@@ -146,16 +146,25 @@ def test_small_new_models_of_the_modern_family_have_second_targets(store, finish
         ("--budget 10h --plan --plan_device h100-80gb --n_layer 4", 4096),
         ("--depth 12 --vocab_size 500", 500),
         ("--depth 12 --tokenizer_type character", None),
-        ("--budget 10h --config presets/nano.yaml", None),
+        ("--budget 10h --config presets/nano.yaml", 4096),
+        ("--budget 10h --config MINE", None),
         ("--max_steps 5", 2048),
     ],
 )
-def test_a_new_tokenizer_has_the_size_for_the_model(tmp_path, monkeypatch, arguments, size):
-    """The text has 200 MB, and is not read."""
+def test_a_new_tokenizer_has_the_size_for_the_model(tmp_path, arguments, size):
+    """The text has 200 MB, and is not read. A file with a model, but without a size, leaves the usual one."""
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("n_layer: 12\n")
     text = tmp_path / "text.txt"
     with text.open("wb") as file:
         file.truncate(200_000_000)
-    settings = ["--data", str(text), "--output_dir", str(tmp_path / "run"), *arguments.split()]
+    settings = [
+        "--data",
+        str(text),
+        "--output_dir",
+        str(tmp_path / "run"),
+        *arguments.replace("MINE", str(mine)).split(),
+    ]
     assert with_vocabulary(read_config(settings), CPU, Setup("bf16", True, "sdpa", ())).vocabulary.vocab_size == size
 
 
