@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +42,7 @@ from benchmarks.results import (
 )
 from common import command_line
 from common.errors import UserError
+from common.limits import setting
 from training.checkpoints.metrics import comparable_loss, read_metrics, seconds_until
 from training.data.run_data import is_store, name_of
 from training.report.plots import BLUE, GRAY, ORANGE, STYLE
@@ -56,13 +57,11 @@ RESULT, SWITCHES = "Loss by tokens", "One switch at a time, with half of the tok
 
 @dataclass
 class ProofArguments:
-    data: str = field(default="python-standard-library", metadata={"help": "Text or token store."})
-    seed: int = field(default=1337, metadata={"help": "First seed; the deciding runs also use the next one."})
-    tokens: int | None = field(
-        default=None, metadata={"help": f"Tokens of the longest runs. Default: {TOKENS:,}, at most one epoch."}
-    )
-    budget_hours: float = field(default=6.0, metadata={"help": "Maximum CPU-hours of all finished runs."})
-    workers: int = field(default=2, metadata={"help": "Runs at once, on one thread each.", "minimum": 1})
+    data: str = setting("python-standard-library", "Text or token store.")
+    seed: int = setting(1337, "First seed; the deciding runs also use the next one.")
+    tokens: int | None = setting(None, f"Tokens of the longest runs. Default: {TOKENS:,}, at most one epoch.")
+    budget_hours: float = setting(6.0, "Maximum CPU-hours of all finished runs.")
+    workers: int = setting(2, "Runs at once, on one thread each.", minimum=1)
 
 
 # The plan. The settings of a run are flags of train_accelerate.py, and two shares: of the steps that warm up, and of
