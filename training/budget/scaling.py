@@ -92,13 +92,13 @@ def best_batch(tokens: float) -> int:
 def best_vocabulary(parameters: float, width: int) -> int:
     """Return the vocabulary size for N `parameters` of the blocks, a power of two: the embedding grows with N^0.835
     (Tao et al. 2024, approach 2). Below its range, the size falls to the one measured here for SMALL_BLOCKS."""
-    blocks, usual_width, usual, exponent = LAW_OF_VOCABULARY
+    blocks, reference_width, reference_size, exponent = LAW_OF_VOCABULARY
     if parameters >= blocks:
-        exact = usual * (parameters / blocks) ** exponent * usual_width / width
+        size = reference_size * (parameters / blocks) ** exponent * reference_width / width
     else:
         share = math.log(parameters / SMALL_BLOCKS) / math.log(blocks / SMALL_BLOCKS)
-        exact = SMALLEST_VOCABULARY * (usual / SMALLEST_VOCABULARY) ** share
-    return max(SMALLEST_VOCABULARY, 2 ** round(math.log2(exact)))
+        size = SMALLEST_VOCABULARY * (reference_size / SMALLEST_VOCABULARY) ** share
+    return max(SMALLEST_VOCABULARY, 2 ** round(math.log2(size)))
 
 
 def adam_rate(width: int) -> float:

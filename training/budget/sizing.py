@@ -50,10 +50,8 @@ BYTES_PER_TOKEN, UNKNOWN_BYTES = 3.5, 1e15
 COMPILED_SPEED = 1.4  # relative to steps without compilation, measured on two cores for 2 and 3 layers
 # Seconds until the first step is done, by whether steps are compiled: on two cores.
 STARTUP = {False: 3.0, True: 28.0}
-GUESSES = {
-    "cpu": 3e11,
-    "cuda": 5e13,
-}  # FLOP/s of a device, to choose the vocabulary and the model that is measured; others: 3e12
+# FLOP/s of a device, to choose the vocabulary and the model that is measured; others: 3e12
+GUESSES = {"cpu": 3e11, "cuda": 5e13}
 PROBE_SECONDS = 1.0
 BYTES_PER_PARAMETER = 22  # at most: weights, their average, gradients and two moments in fp32, and weights in half
 FACTORS = {"half": 0.5, "this": 1.0, "twice": 2.0}  # of the budget, for the table of alternatives
@@ -231,13 +229,12 @@ class Sizer:
         depth = config.budget.depth or self.given.get("n_layer") or self.given.get("n_embd", 0) // WIDTH
         self.depths = [depth] if depth else range(1, DEEPEST + 1)
         self.memory = on_main(accelerator, lambda: available_memory(accelerator, config.cost.plan_device, 0))
-        self.unique = text.tokens
         self.left: float | None = None  # seconds of the budget that are left; None: no time limit
         self.flops, self.mfu, self.source = 0.0, None, ""  # FLOP/s of all devices
 
     def vocabulary(self) -> int:
         """Return the vocabulary size for the best model at the assumed speed, with any memory."""
-        if self.unique <= scaling.SMALL_TEXT:
+        if self.text.tokens <= scaling.SMALL_TEXT:
             return scaling.SMALLEST_VOCABULARY
         amount, self.memory = self.config.budget.amount, math.inf
         if amount is not None and amount.unit != "flops":
@@ -286,7 +283,7 @@ class Sizer:
     def _best(self, factor: float) -> Option | None:
         """Return the option of the lowest loss for `factor` times the budget, of those that have a step, fit into
         memory, and are not too large for the text, or None."""
-        largest = max(scaling.MOST_PARAMETERS * self.unique, size_of(self._model(self.depths[0])).products)
+        largest = max(scaling.MOST_PARAMETERS * self.text.tokens, size_of(self._model(self.depths[0])).products)
 
         def is_possible(depth: int) -> bool:
             model = self._model(depth)
@@ -305,7 +302,7 @@ class Sizer:
             longest = tokens = factor * amount.number / flops_per_token(model)
         else:
             longest = tokens = self._length(0) or scaling.RATIOS[self.family] * size_of(model).products
-        maximum = math.inf if LENGTHS & self.config.flags else scaling.MOST_EPOCHS * self.unique
+        maximum = math.inf if LENGTHS & self.config.flags else scaling.MOST_EPOCHS * self.text.tokens
         batch = self._batch(model, max(1, min(tokens, self._length(0) or maximum)))
         limit = self._length(batch)
         maximum = min(maximum, limit or math.inf)
@@ -318,7 +315,7 @@ class Sizer:
         if self.left is not None:
             seconds = self._seconds(model, steps * batch, math.ceil(steps / settings["eval_steps"]))
             settings["max_train_tokens"] = limit and int(limit)  # for a resumed run, while its length is an estimate
-        return Option(settings, model, steps * batch, maximum, self.unique, self.family, seconds)
+        return Option(settings, model, steps * batch, maximum, self.text.tokens, self.family, seconds)
 
     def _batch(self, model: GPT2ScratchConfig, tokens: float) -> int:
         """Return the tokens per step of a run that trains on `tokens`."""
@@ -357,11 +354,11 @@ class Sizer:
             "max_eval_samples": max(1, SCORED_TOKENS // model.n_positions),
             "logging_steps": max(1, min(50, steps // 50)),
             "lr_scheduler_type": "warmup_stable_decay",
-            "weight_average": scaling.average_horizon(steps, steps * batch / self.unique),
+            "weight_average": scaling.average_horizon(steps, steps * batch / self.text.tokens),
             "second_target_weight": second_weight,
             # A number, so that the settings of a run whose length follows the measured speed give the same weights.
             "second_target_steps": max(1, round(SECOND_TARGET_SHARE * steps)) if second_weight else None,
-            "load_best_model_at_end": steps * batch > self.unique,
+            "load_best_model_at_end": steps * batch > self.text.tokens,
         }
         if (self.architecture | self.given).get("optimizer", "adamw") == "adamw":
             settings |= {"learning_rate": scaling.adam_rate(model.n_embd), "min_learning_rate": 0.0}
@@ -376,11 +373,11 @@ class Sizer:
     def _length(self, batch: int) -> float | None:
         """Return the given number of training tokens, or None. `batch`: tokens per step."""
         epochs, steps = self.given.get("num_train_epochs"), self.given.get("max_steps")
-        return self.given.get("max_train_tokens") or (epochs and epochs * self.unique) or (steps and steps * batch)
+        return self.given.get("max_train_tokens") or (epochs and epochs * self.text.tokens) or (steps and steps * batch)
 
     def _seconds(self, model: GPT2ScratchConfig, tokens: float, validations: int = VALIDATIONS) -> float:
         """Return the estimated seconds of a run that trains on `tokens`."""
-        split, has_average = self.text.val_tokens, tokens > self.unique
+        split, has_average = self.text.val_tokens, tokens > self.text.tokens
         n_tokens = validation_tokens(validations, SCORED_TOKENS, split, has_average)
         return self._speed(model).seconds(tokens, validations, n_tokens)
 
@@ -432,10 +429,10 @@ class Sizer:
         if (length := self._length(batch)) is not None and length < batch:
             lengths = " and ".join(f"{name} is {self.given[name]}" for name in LENGTHS if self.given.get(name))
             return f"{lengths}, less than one step of {batch:,} tokens; use more, or a smaller --tokens_per_step."
-        if length is None and scaling.MOST_EPOCHS * self.unique < batch:
+        if length is None and scaling.MOST_EPOCHS * self.text.tokens < batch:
             return (
-                f"The text has {self.unique:,} tokens, which {scaling.MOST_EPOCHS} times are less than one step of "
-                f"{batch:,} tokens; use more text, or a smaller --tokens_per_step."
+                f"The text has {self.text.tokens:,} tokens, which {scaling.MOST_EPOCHS} times are less than one step "
+                f"of {batch:,} tokens; use more text, or a smaller --tokens_per_step."
             )
         if self.left is None:
             return f"budget is {self.config.budget.amount}, less than one step of the smallest model; use a larger one."
