@@ -9,6 +9,7 @@ from test_corpus import write, write_records
 
 from common import chat_rendering
 from conftest import assert_one_sentence, assert_user_error
+from tokenizer import pretokenize
 from tokenizer.corpus.chat import CHATML, CHATML_TOKENS, MARKS, ChatTemplate, normalized
 from tokenizer.corpus.documents import Counts, Piece, Reader
 from tokenizer.corpus.units import Corpus, CorpusArguments
@@ -168,6 +169,19 @@ def test_surrogates_in_messages_are_replaced_and_text_and_chats_can_be_mixed(tmp
     write_records(tmp_path / "b.jsonl", [{"messages": CHAT}])
     chats, _ = read(tmp_path, CHATML_TEMPLATE)
     assert [[(piece.text, piece.control) for piece in chat] for chat in chats] == [[(f"plain {START}", None)], SEGMENTS]
+
+
+def test_split_and_copies_of_chats_follow_their_whole_text(tmp_path):
+    answer = {"role": "assistant", "content": "Yes."}
+    chats = [[{"role": "user", "content": f"Question {i % 200}"}, answer] for i in range(400)]
+    path = write_records(tmp_path / "a.jsonl", [{"messages": chat} for chat in chats])
+    settings = {"chat_template": "chatml", "vocab_size": 300, "quiet": True}
+    store = pretokenize(path, tmp_path / "store", validation_fraction=0.1, **settings)
+    texts = [store.load_tokenizer().decode(store.memory_map(split)) for split in ("train", "val")]
+    train, val = ({*text.split("<|endoftext|>")} - {""} for text in texts)
+    assert (len(train), len(val)) == (183, 17)
+    half = pretokenize(path, tmp_path / "half", weights=[0.5], **settings)
+    assert 150 < half.metadata.train.documents + half.metadata.val.documents < 250  # without a mark or a hash, none
 
 
 def test_only_the_template_writes_control_token_ids(tmp_path):

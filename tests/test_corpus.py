@@ -18,8 +18,10 @@ from datasets.arrow_writer import ArrowWriter
 from conftest import assert_user_error, error_of, without_root
 from tokenizer.corpus import documents as documents_module
 from tokenizer.corpus import units as corpus_module
+from tokenizer.corpus.byte_range import ByteRange
 from tokenizer.corpus.documents import Counts, Reader
 from tokenizer.corpus.named_data import licenses
+from tokenizer.corpus.records import records
 from tokenizer.corpus.units import Corpus, CorpusArguments
 
 GOOD = "good words " * 100
@@ -229,6 +231,9 @@ def test_text_column_precedes_content_and_other_columns(tmp_path):
     records = [{"title": "no", "content": "no", "text": "yes"}, {"title": "no", "content": "no", "text": "too"}]
     assert documents(write_records(tmp_path / "a.jsonl", records)) == ["yes", "too"]
     assert documents(write(tmp_path / "a.csv", "id,score,prose\n1,-0.5,one\n2,3,two\n")) == ["one", "two"]  # no number
+    rows = [{"id": "a", "prose": None}, {"id": 2, "prose": "7"}, {"id": 3, "prose": "two"}]
+    assert "no obvious text column" in refusal(write_records(tmp_path / "b.jsonl", rows))
+    assert documents(write_records(tmp_path / "b.jsonl", rows[1:])) == ["7", "two"]
     lines = ["broken", '{"id": 1}', *[json.dumps({"id": 1, "text": str(i)}) for i in range(300)]]
     assert documents(write(tmp_path / "a.jsonl", "\n".join(lines))) == [str(i) for i in range(300)]
 
@@ -241,6 +246,18 @@ def test_text_column_flag_selects_a_column_and_errors_list_existing_columns(tmp_
     given = "its columns are question, answer: choose one with --text_column."
     assert refusal(path, text_column="texts") == f"{path} has no column 'texts'; {given}"
     assert refusal(path) == f"{path} has no obvious text column; {given}"
+
+
+def test_quotes_and_separators_of_tables(tmp_path):
+    rows = ['1\t"Yes, he said', "2\ttwo", '3\t"three"', '4\t"of ""two"" quotes', 'and lines"', '5\t"6"" long']
+    texts = ['"Yes, he said', "two", "three", 'of "two" quotes\nand lines', '"6"" long']
+    assert documents(write(tmp_path / "a.tsv", "\n".join(["id\ttext", *rows]))) == texts
+    path = write(tmp_path / "a.csv", 'id;note;"a,\tb,c"\n1;2;one\n3;4;two\n')
+    assert documents(path, text_column="a,\tb,c") == ["one", "two"]
+    write(path, "text\n" + '"first line\nsecond line"\n' * 40)
+    for size in range(200, 230):  # a sample of a file that is read whole may end within quotes
+        sample = [record["text"] for record, _ in records(ByteRange(str(path), "csv", limit=size))]
+        assert {*sample} == {"first line\nsecond line"}
 
 
 def test_column_names_are_printed_on_one_line(tmp_path):

@@ -69,6 +69,12 @@ def test_chats_are_rendered(tmp_path):
     assert "<|im_start|>assistant\nHi.<|im_end|>" in store.load_tokenizer().decode(store.memory_map("train")[:60])
 
 
+def test_empty_texts_are_blank_documents_as_in_files(expected, tmp_path):
+    data = Dataset.from_list([{"text": text} for row in ROWS for text in (row["text"], "")])
+    assert pretokenize(data, tmp_path / "store", **SETTINGS).metadata.counts["blank"] == len(ROWS)
+    assert tokens(tmp_path / "store") == expected
+
+
 def test_limits_end_infinite_datasets(tmp_path, monkeypatch):
     endless = iterable(ROWS).repeat(None)
     store = pretokenize(endless, tmp_path / "documents", max_documents=1000, **SETTINGS)

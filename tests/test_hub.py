@@ -16,6 +16,7 @@ from test_merge import documents
 
 from conftest import REPOSITORY, assert_user_error, prose, trained
 from hub_server import File, Repository, serving
+from tokenizer.build.recipe import Recipe
 from tokenizer.corpus.hub import HubDataset, open_dataset
 from tokenizer.corpus.named_data import dataset_of, names
 from tokenizer.encoding.vocabulary import save, train_bpe
@@ -307,6 +308,11 @@ def test_names_lose_to_local_paths_and_are_checked(tmp_path, monkeypatch):
     assert_user_error("tinystories:de has no languages", dataset_of, "tinystories:de")
     write(tmp_path / "wrong.yaml", "dataset: user/name\nspilt: train\n")
     assert_user_error("wrong.yaml: it has the unknown key 'spilt'", dataset_of, "wrong.yaml")
+    columns = []
+    for column in ("question", "answer"):
+        write(tmp_path / "mine.yaml", f"dataset: user/name\ntext_column: {column}\n")
+        columns.append(Recipe(["mine.yaml"]).settings()["named_data"]["mine.yaml"]["text_column"])
+    assert columns == ["question", "answer"]  # the recipe of a store has the content of the file
     write(tmp_path / "text.yaml", "key: value\n")
     write(tmp_path / "tinystories", "my own text")
     assert dataset_of("text.yaml") is dataset_of("tinystories") is None

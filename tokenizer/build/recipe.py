@@ -11,6 +11,7 @@ from tokenizer.cleaning.cleaning import CleaningArguments
 from tokenizer.cleaning.dedup import DedupArguments
 from tokenizer.corpus.chat import ChatTemplate
 from tokenizer.corpus.given import GivenDataset
+from tokenizer.corpus.named_data import find
 from tokenizer.corpus.units import CorpusArguments
 from tokenizer.encoding import vocabulary
 from tokenizer.encoding.vocabulary import SavedTokenizer, VocabularyArguments
@@ -57,6 +58,9 @@ class Recipe:
             if not settings[name]:  # newer settings: without them, older stores and cached names stay valid
                 del settings[name]
         settings |= {"input": self.inputs, "weights": self.weights, "seed": self.seed}
+        files = {entry: find(entry) for entry in self.inputs if entry.endswith(".yaml")}
+        if named := {entry: asdict(data) for entry, data in files.items() if data is not None}:
+            settings["named_data"] = named
         if self.existing_tokenizer is not None:
             content = self.existing_tokenizer.backend_tokenizer.to_str()
             settings["tokenizer_json"] = hashlib.sha256(content.encode()).hexdigest()

@@ -178,9 +178,10 @@ class PartWriter:
         self.last_follower = encode.NO_TOKEN
         self.begin_document("")
 
-    def begin_document(self, first_piece: str) -> None:
-        """Choose the split and the number of copies by the document's text, so that equal documents are alike."""
-        text = first_piece.encode()
+    def begin_document(self, text: str) -> None:
+        """Choose the split and the number of copies by the first piece of a document, or a whole chat, so that equal
+        documents are alike."""
+        text = text.encode()
         is_held_out = share(text, self.settings.seed) < self.settings.validation_fraction
         self.val = is_held_out if self.unit.val is None else self.unit.val
         number, part = divmod(self.unit.copies, 1)
@@ -197,7 +198,7 @@ class PartWriter:
             self.reader.counts.documents -= 1
             return
         if piece.starts_document:
-            self.begin_document(text)
+            self.begin_document(text if piece.chat is None else piece.chat)
         if self.copies == 0:
             return
         utf8 = text.encode()

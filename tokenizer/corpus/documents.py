@@ -30,6 +30,7 @@ class Piece(NamedTuple):
     starts_document: bool
     ends_document: bool
     control: str | None = None  # control token after the text, in a chat
+    chat: str | None = None  # text of the whole chat, in its first piece
 
 
 @dataclass
@@ -126,8 +127,8 @@ class Reader:
         bad, good = self.counts.empty_records, self.counts.documents + self.counts.blank
         try:
             for piece in self._of_text(part) if part.kind == "text" else self._of_records(part):
-                text, starts, ends, control = piece
-                blank = (blank or starts) and control is None and (not text or text.isspace())
+                starts, ends = piece.starts_document, piece.ends_document
+                blank = (blank or starts) and piece.control is None and (not piece.text or piece.text.isspace())
                 head.append(piece)
                 if not blank:
                     yield from self._counted(head)
@@ -163,12 +164,13 @@ class Reader:
     def _counted(self, pieces: list[Piece]) -> Iterator[Piece]:
         """Count and yield pieces up to the limit. The piece at the limit is cut between words and ends its document."""
         for piece in pieces:
-            text, starts, _, _ = piece
+            text, starts = piece.text, piece.starts_document
             size, remainder = len(text) if text.isascii() else len(text.encode()), self.limit.after(self.counts)
             if size > remainder.bytes:
                 text = text.encode()[: int(remainder.bytes)].decode(errors="ignore")
                 text = text[: last_cut(text, 0)]
-                piece, size, self.is_cut = Piece(text, starts, True), len(text.encode()), True
+                piece = piece._replace(text=text, ends_document=True, control=None)
+                size, self.is_cut = len(text.encode()), True
             if starts and (remainder.documents < 1 or (self.is_cut and not text)):
                 self.is_cut = True
                 return
@@ -197,17 +199,24 @@ class Reader:
                 place = place | {"why": "broken"}
             if not segments:
                 self.counts.note("empty_records", 1, path, **place)
-            final = len(segments) - 1
-            for i, (text, control) in enumerate(segments):
-                text = self._valid(text, path, **place)
-                if len(text) > PIECE_BYTES:
-                    places = range(0, len(text), PIECE_BYTES)
-                    blocks = ((text[at : at + PIECE_BYTES], at == places[-1]) for at in places)
-                    *long, end = self._in_pieces(blocks, path, i == 0)
-                    yield from long
-                    yield end._replace(ends_document=i == final, control=control)
-                else:
-                    yield Piece(text, i == 0, i == final, control)
+            segments = [(self._valid(text, path, **place), control) for text, control in segments]
+            pieces = self._of_segments(segments, path)
+            if len(segments) > 1:
+                yield next(pieces)._replace(chat="".join(text for text, _ in segments))
+            yield from pieces
+
+    def _of_segments(self, segments: list[tuple[str, str | None]], path: str) -> Iterator[Piece]:
+        """Yield the pieces of one document from pairs: text, and the control token after it or None."""
+        final = len(segments) - 1
+        for i, (text, control) in enumerate(segments):
+            if len(text) > PIECE_BYTES:
+                places = range(0, len(text), PIECE_BYTES)
+                blocks = ((text[at : at + PIECE_BYTES], at == places[-1]) for at in places)
+                *long, end = self._in_pieces(blocks, path, i == 0)
+                yield from long
+                yield end._replace(ends_document=i == final, control=control)
+            else:
+                yield Piece(text, i == 0, i == final, control)
 
     def _in_pieces(
         self, texts: Iterable[tuple[str, bool]], path: str, starts: bool = True, stops: bool = True

@@ -83,8 +83,10 @@ class GivenDataset:
         with path.open("w", encoding="utf-8") as file:
             for record in self.records(split, column):
                 value = record.get(column)
+                if isinstance(value, bytes):
+                    value = value.decode("utf-8", errors="surrogateescape")
                 text = value if isinstance(value, str) else ""
-                content = value if text or isinstance(value, list) else None
+                content = value if isinstance(value, str | list) else None
                 file.write(json.dumps({column: content}, default=lambda value: None) + "\n")
                 documents += isinstance(value, list) or bool(text.strip())
                 characters += len(text)

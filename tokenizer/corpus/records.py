@@ -20,6 +20,7 @@ LONGEST_RECORD = 128 << 20  # bytes; a jsonl line or a json file must fit in mem
 BATCH_BYTES = 4 << 20  # bytes read from a parquet file at a time
 TEXT_COLUMNS, CHAT_COLUMNS = ("text", "content"), ("messages", "conversations")
 NUMBER = re.compile(r"[-+.\d]+")
+QUOTED = re.compile('"[^"]*"')
 Records = Iterator[tuple[dict[str, Any] | None, dict[str, int]]]
 
 
@@ -80,7 +81,9 @@ def _csv(part: ByteRange) -> Records:
     with io.TextIOWrapper(files.opened(part.path, part.limit), "utf-8-sig", "surrogateescape", newline="") as file:
         lines = _lines(file, part)
         header = next(lines, "")
-        delimiter = next((mark for mark in "\t,;" if mark in header), ",")
+        delimiter = max(",\t;", key=QUOTED.sub("", header).count)
+        if delimiter == "\t":
+            lines = _with_quotes(lines, header.count("\t"))
         reader = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=delimiter != "\t")
         while True:
             try:
@@ -88,9 +91,23 @@ def _csv(part: ByteRange) -> Records:
                     return
             except csv.Error as error:
                 if "expected after" not in str(error):  # the error for text after a quoted field
+                    if part.limit is not None:  # the sample ends within a quoted field
+                        return
                     raise ValueError(f"{error}, in line {reader.line_num + 1:,}") from error
                 record = None
             yield record, {"line": reader.reader.line_num}
+
+
+def _with_quotes(lines: Iterator[str], tabs: int) -> Iterator[str]:
+    """Yield lines of a file separated by tabs. Quotes that are not in pairs are text, if line and next line are whole
+    records: the fields that begin with one are quoted, so that the reader does not look for its end."""
+    for line, following in itertools.pairwise(itertools.chain(lines, [""])):
+        is_whole = line.count("\t") == tabs and (not following or following.count("\t") == tabs)
+        if is_whole and line.count('"') % 2:
+            fields = line.rstrip("\r\n").split("\t")
+            doubled = ('"' + field.replace('"', '""') + '"' if field.startswith('"') else field for field in fields)
+            line = "\t".join(doubled) + "\n"
+        yield line
 
 
 def _parquet(part: ByteRange) -> Records:
@@ -159,13 +176,14 @@ def _hub(part: ByteRange) -> Records:
 READERS = {"jsonl": _jsonl, "json": _json, "csv": _csv, "parquet": _parquet, "arrow": _arrow, "hub": _hub}
 
 
-def text_column(record: dict[str, Any], name: str | None) -> str | None:
-    """Return the column with the text or chat of a record, or None if it is ambiguous."""
+def text_column(records: list[dict[str, Any]], name: str | None) -> str | None:
+    """Return the column with the text or chat of records, or None if it is ambiguous."""
+    values = [item for record in records for item in record.items()]
+    names = {column for column, _ in values}
     if name is not None:
-        return name if name in record else None
-    texts = [name for name in TEXT_COLUMNS if name in record]
-    chats = [name for name in CHAT_COLUMNS if isinstance(record.get(name), list)]
-    if texts or chats:
-        return [*texts, *chats][0]
-    strings = [name for name, value in record.items() if isinstance(value, str) and not NUMBER.fullmatch(value)]
-    return strings[0] if len(strings) == 1 else None
+        return name if name in names else None
+    chats = {column for column, value in values if isinstance(value, list)}
+    if named := [*(text for text in TEXT_COLUMNS if text in names), *(chat for chat in CHAT_COLUMNS if chat in chats)]:
+        return named[0]
+    strings = {column for column, value in values if isinstance(value, str) and not NUMBER.fullmatch(value)}
+    return strings.pop() if len(strings) == 1 else None

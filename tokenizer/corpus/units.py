@@ -271,10 +271,9 @@ class Corpus:
         """Return the text column, or None if there are no records."""
         head = list(itertools.islice(records, SAMPLED_RECORDS))
         valid = list(filter(None, head))
-        for record in valid:
-            if column := text_column(record, name):
-                self.has_chats |= any(chat.normalized(record.get(column)) for record in valid)
-                return column
+        if column := text_column(valid, name):
+            self.has_chats |= any(chat.normalized(record.get(column)) for record in valid)
+            return column
         if not valid:
             return TEXT_COLUMNS[0] if head else None
         problem = f"has no column {name!r}" if name else "has no obvious text column"
