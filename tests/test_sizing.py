@@ -20,6 +20,7 @@ from training.budget import scaling
 from training.budget.pacer import Pacer
 from training.budget.sizing import Sizing, resolve, with_vocabulary
 from training.config import TrainConfig, dump_config, read_config
+from training.preflight import check
 from training.runtime import budget
 from training.runtime.budget import BudgetArguments, price_in_log, price_of
 from training.runtime.device import Setup
@@ -222,6 +223,13 @@ def test_the_default_length_is_for_the_default_text(store):
         assert (config.optim.weight_decay == scaling.LARGEST_DECAY) is (expectation == steps)
 
 
+def test_only_a_given_batch_is_divided_among_processes_before_the_choice(store, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    arguments = ["--data", str(store.folder), "--budget", "3h"]
+    assert read_config(arguments, check).budget.chooses
+    assert_user_error("not a multiple of 768", read_config, [*arguments, "--tokens_per_step", "4096"], check)
+
+
 def test_given_settings_are_kept(store, tmp_path):
     choices = choice(store, "--depth 12", 1e10)
     assert (choices.option.model.n_layer, choices.option.model.n_head) == (12, 6)
@@ -286,6 +294,9 @@ def test_a_run_with_a_budget_fixes_its_length_once(launch, store, tmp_path, caps
     assert correction["step"] <= 0.4 * steps  # before the rates fall
     arguments_of_resume = ["--resume_from_checkpoint", str(run)]
     assert all(read_config([*arguments_of_resume, *more]).is_resolved for more in ([], ["--max_steps", "9999"]))
+    for length in (["--max_steps", "9999"], ["--num_train_epochs", "99"]):
+        config = resolve(read_config([*arguments_of_resume, *length]), CPU, Setup("no", False, "sdpa", ()))[0]
+        assert (config.length.max_steps, config.length.num_train_epochs) in ((9999, None), (None, 99))
     assert not read_config([*arguments_of_resume, "--budget", "2h"]).is_resolved
     train_accelerate.main(arguments)
     assert f"{run} is finished" in capsys.readouterr().out

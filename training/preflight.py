@@ -81,7 +81,8 @@ def check(config: TrainConfig) -> None:
         problems.sentences += _vocabulary_problems(config, store)
         problems.add_of(WindowOrder, [store.metadata.train.tokens, context, config.run.seed])
     problems.add_of(model_config, [config.model, vocab_size])
-    problems.add_of(plan_batches, [config.batch, context, int(os.environ.get("WORLD_SIZE", 1)), 1])
+    if not config.budget.chooses or "tokens_per_step" in config.given:
+        problems.add_of(plan_batches, [config.batch, context, int(os.environ.get("WORLD_SIZE", 1)), 1])
     if config.optim.optimizer == "muon" and setup is not None and setup.sharding == "cpu":
         problems.add(
             "optimizer muon does not work with the launcher's fsdp_offload_params, because its matrix products would "

@@ -139,6 +139,8 @@ def resolve(
     `stores`: the token store, and the one to measure speed with; by default both are the store of the configuration,
     which is created. Called by every process.
     """
+    if config.is_resolved and LENGTHS & config.flags:  # a run of a budget gets another length
+        return config, None
     if not config.budget.chooses:
         return _shortened(config, accelerator, stores), None
     if stores is None:
