@@ -21,7 +21,10 @@ def load_with_tokenizer(
     model = load_model(source, dtype)  # first: it checks config.json, which the tokenizer reads too
     tokenizer = load_tokenizer(source)
     check_tokenizer(source, model, tokenizer)
-    _add_turn_end(model, tokenizer)
+    if (end := add_turn_end(model, tokenizer)) is not None:
+        token = tokenizer.added_tokens_decoder[end]  # some tokenizers add it as a usual one, which is shown as text
+        token.special = True
+        tokenizer.add_tokens([token], special_tokens=True)
     return model, tokenizer
 
 
@@ -40,15 +43,13 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return next((id for id in reversed(ids) if tokens.get(id, "").strip()), None)  # a line break may follow
 
 
-def _add_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add the token that ends a turn to the model's end tokens, which pre-training on chats does not name in its
-    settings. Make it a special token, because some tokenizers add it as a usual one, which would be shown as text."""
+def add_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Add the token that ends a turn to the tokens that end a text, and return it, or None if there is none."""
     with suppress(Exception):  # no template, or one that does not render a chat
-        if (end := turn_end(tokenizer)) is not None:
-            model.generation_config.eos_token_id = list(dict.fromkeys([*end_tokens(model), end]))
-            token = tokenizer.added_tokens_decoder[end]
-            token.special = True
-            tokenizer.add_tokens([token], special_tokens=True)
+        if (end := turn_end(tokenizer)) is not None and end not in (ends := end_tokens(model)):
+            model.generation_config.eos_token_id = [*ends, end]
+        return end
+    return None
 
 
 def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], room: int) -> tuple[list[int], int]:

@@ -16,6 +16,7 @@ from publishing.onnx_file import onnx_config
 from publishing.published_model import PublishedModel, harness_entries
 from publishing.upload import SIGNATURE, Repository
 from tokenizer.encoding import encode
+from training.checkpoints.loading import is_hub_id
 from training.report.report import environment
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -149,7 +150,7 @@ def _metadata(release: PublishedModel, repository: Repository, options: FolderAr
     if training is not None:
         if training.base_model is None:
             tags.insert(1, "from-scratch")
-        elif not Path(training.base_model).exists():
+        elif is_hub_id(training.base_model):
             values["base_model"] = training.base_model
         if training.store is not None:
             values["datasets"] = sorted(set(training.store.metadata.hub_datasets))

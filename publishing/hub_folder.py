@@ -7,7 +7,7 @@ from pathlib import Path
 from common.atomic import file_sha256, set_default_permissions, write_atomic
 from common.errors import UserError
 from common.removal import renew
-from modeling_gpt2scratch import GPT2ScratchConfig, configuration_gpt2scratch, loading
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM, configuration_gpt2scratch, loading
 from modeling_gpt2scratch.conversion_gpt2scratch import native_kind, save, to_native
 from modeling_gpt2scratch.loading import CONFIG, GENERATION, INDEX, SHARDS, TOKENIZER, WEIGHTS, read_json
 from publishing.card import FolderArguments, model_card
@@ -48,6 +48,7 @@ def assemble(
         twin = to_native(model)
         twin = twin.to(release.dtype) if twin.config.model_type == "gpt2" else twin
         save(twin, tokenizer, destination / TWIN if options.has_twin else destination)
+    _write_ends(destination / GENERATION, model)
     for plot in release.plots:
         shutil.copy(plot, destination / plot.name)
     gguf, name = [], repository.id.split("/")[1]
@@ -62,6 +63,7 @@ def assemble(
             for path in model_files(release.folder, (GENERATION, *TOKENIZER)):
                 shutil.copy(path, destination / path.name)
             write_atomic(destination / CONFIG, json.dumps(onnx_config(model.config), indent=2) + "\n")
+            _write_ends(destination / GENERATION, model)
         onnx = write_onnx(model, reference, destination, options.onnx_types)
     write_atomic(destination / "README.md", model_card(release, repository, options, gguf, onnx))
     set_default_permissions(destination)
@@ -89,6 +91,14 @@ def check_native(folder: Path) -> None:
     GGUF."""
     with model_errors(), loading.one_sentence(folder, "has neither a native format nor GGUF"):
         native_kind(GPT2ScratchConfig.from_dict(loading.read_model_config(folder)))
+
+
+def _write_ends(path: Path, model: GPT2ScratchForCausalLM) -> None:
+    """Write the tokens that end a text into the settings of generation, if there are such settings."""
+    if path.is_file():
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if settings.get("eos_token_id") != (ends := model.generation_config.eos_token_id):
+            write_atomic(path, json.dumps(settings | {"eos_token_id": ends}, indent=2) + "\n")
 
 
 def _write_code(destination: Path) -> None:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from common.errors import NONSENSE, UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from modeling_gpt2scratch.loading import CONFIG, TOKENIZER, own_file
+from modeling_gpt2scratch.prompts import add_turn_end
 from publishing.upload import SIGNATURE_PATTERN
 from tokenizer.encoding import vocabulary
 from tokenizer.store.store import TokenStore
@@ -79,6 +80,8 @@ class PublishedModel:
         for path in run.files if run is not None else [folder / "README.md"]:
             _own(path)
         model, facts = load_own_model(folder, torch.float32), facts_of(run) if run is not None else None
+        tokenizer = vocabulary.load(folder)
+        add_turn_end(model, tokenizer)  # older versions did not save it
         # A run may have results of other weights than these.
         home, page = run or RunFolder(folder), folder / "README.md" if run is None else run.report
         metadata, sections = read_page(page) if facts is None else ({}, {})
@@ -88,7 +91,7 @@ class PublishedModel:
             folder=folder,
             model=model,
             dtype=AutoConfig.from_pretrained(folder, trust_remote_code=False).dtype or torch.float32,
-            tokenizer=vocabulary.load(folder),
+            tokenizer=tokenizer,
             training=_training(run, folder) if run is not None else None,
             facts=facts,
             metadata=metadata if run is None else {},

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -22,7 +21,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFound
 from huggingface_hub.utils import validate_repo_id
 
 from common.errors import UserError
-from common.removal import MARK
+from common.removal import MARK, is_known
 from training.checkpoints.run_folder import HUB_FILES
 
 TOKENS = "https://huggingface.co/settings/tokens"
@@ -118,7 +117,7 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
             hub.create_branch(**target, branch=repository.branch, exist_ok=True)
         paths, names = published_files(folder), hub.list_repo_files(**on_branch)
         patterns = HUB_FILES if is_model else ()
-        stale = [name for name in names if name not in paths and any(fnmatch(name, it) for it in patterns)]
+        stale = [name for name in names if name not in paths and is_known(name, patterns)]
         if is_model and "README.md" in names:
             with tempfile.TemporaryDirectory() as cache:
                 card = Path(hub.hf_hub_download(filename="README.md", cache_dir=cache, **on_branch))

@@ -239,10 +239,22 @@ def test_run_keeps_evaluation_results(finished_copy, capsys):
     evaluate.main([str(run)])  # not a terminal
     text = capsys.readouterr().out
     assert all(word in text for word in ("perplexity", "standard error", f"{results['eval_loss']:.4f}"))
-    evaluated(capsys, run, "--checkpoint", 3, "--memorization", "--memorization_texts", 2, "--memorization_span", 4)
-    assert "panel" not in json.loads((folder / "evaluation.json").read_text())  # the panel was of other weights
+    content = (folder / "evaluation.json").read_bytes()
+    memorization = ("--memorization", "--memorization_texts", 2, "--memorization_span", 4)
+    evaluate.main(list(map(str, (run, "--checkpoint", 3, *memorization))))
+    assert f"Not saved: {folder} has results of {run}/model; delete it to save these." in capsys.readouterr().err
+    assert (folder / "evaluation.json").read_bytes() == content
+    tasks = dict.fromkeys(("configs", "results", "n-shot", "cut_requests", "lm_eval_version"), {})
+    results = json.loads(content) | {"tasks": tasks, "tokens_sha256": "of another text"}
+    (folder / "evaluation.json").write_text(json.dumps(results))
+    evaluated(capsys, run, *memorization)
+    results = json.loads((folder / "evaluation.json").read_text())
+    assert {"tasks", "memorization"} <= results.keys()  # tasks have their own text
+    assert "panel" not in results
     assert not (folder / "panel.png").exists()
-    assert "## Evaluation" not in (run / "report.md").read_text()
+    (folder / "evaluation.json").write_text(json.dumps(results | {"weights_sha256": ["of another run"]}))
+    evaluated(capsys, run, *memorization)
+    assert "tasks" not in json.loads((folder / "evaluation.json").read_text())
     for broken in ('{"cut o', "[]", "\xff"):
         (folder / "evaluation.json").write_text(broken, encoding="latin-1")
         assert evaluation_of(RunFolder(run), run / "model") is None

@@ -10,7 +10,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    BloomForCausalLM,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 import generate
 from conftest import assert_user_error
@@ -80,6 +88,12 @@ def test_a_gpt2_of_transformers_generates_text(run, tmp_path, capsys):
     for number in ("1", "3"):
         text = written(capsys, tmp_path, "--num_return_sequences", number, number=40)
         assert text.count("The") >= int(number)
+
+
+def test_a_model_without_a_limit_of_positions_generates_text(run, tmp_path, capsys):
+    BloomForCausalLM(BloomConfig(vocab_size=300, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(run / "model").save_pretrained(tmp_path)
+    assert written(capsys, tmp_path, number=40).startswith("The")
 
 
 def test_a_seed_reproduces_the_text_after_other_random_draws(run, capsys):

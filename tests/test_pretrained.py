@@ -11,6 +11,7 @@ import train_accelerate
 from common.settings_file import read_yaml
 from conftest import TINY, assert_equal, assert_user_error, flags, metrics, prose, reset_accelerate, tokenized, weights
 from modeling_gpt2scratch import GPT2ScratchConfig
+from training.checkpoints.loading import is_hub_id
 from training.step.model import ModelArguments
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32}
@@ -68,10 +69,18 @@ def test_a_resumed_run_needs_no_pretrained_model(gpt2, store, tmp_path):
     assert [entry["step"] for entry in metrics(run) if "eval_loss" in entry] == [0, 3, 6]
 
 
-def test_a_run_starts_from_another_run_with_text_and_the_settings_for_it(run, tmp_path, capsys):
+def test_only_a_pair_of_names_that_is_no_folder_is_a_hub_id(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "user" / "folder").mkdir(parents=True)
+    others = ("gpt2", "user/folder", "runs/base", "./base", "/models/base", "~/base", "a/b/c", str(run))
+    assert [name for name in ("user/name", *others) if is_hub_id(name)] == ["user/name"]
+
+
+def test_a_run_starts_from_another_run_with_text_and_the_settings_for_it(run, tmp_path, capsys, monkeypatch):
     (tmp_path / "more.txt").write_text(prose(99), encoding="utf-8")
     options = {"tokens_per_step": 64, "torch_compile": "false", "mixed_precision": "no", "max_steps": 1}
-    command = flags(init_from=run, data=tmp_path / "more.txt", output_dir=tmp_path / "second", **options)
+    monkeypatch.chdir(run)
+    command = flags(init_from=".", data=tmp_path / "more.txt", output_dir=tmp_path / "second", **options)
     train_accelerate.main([*command, "--plan", "--plan_steps", "0"])
     assert "Advice:  learning_rate" not in capsys.readouterr().out
     reset_accelerate()

@@ -21,12 +21,23 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import push_to_hub
 from common import schema
-from conftest import MODERN_RUN, assert_one_sentence, assert_user_error, error_of, metrics, online, trained, wait_until
+from conftest import (
+    MODERN_RUN,
+    assert_one_sentence,
+    assert_user_error,
+    error_of,
+    metrics,
+    online,
+    prose,
+    tokenized,
+    trained,
+    wait_until,
+)
 from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchConfig
 from publishing import verify
 from publishing.card import FolderArguments, model_card
-from publishing.hub_folder import CODE, OUR_CODE, RELEASED_CODE
+from publishing.hub_folder import CODE, OUR_CODE, RELEASED_CODE, assemble
 from publishing.published_model import PublishedModel, find_folder
 from publishing.upload import SIGNATURE, Repository, published_files, upload
 from tokenizer.encoding.vocabulary import VocabularyArguments, build
@@ -341,6 +352,23 @@ def test_the_card_describes_the_run(run, checks):
     assert str(run.parent) not in card.text
 
 
+def test_a_model_trained_on_chats_ends_its_answers(tmp_path, checks):
+    chats = [[{"role": role, "content": prose(i, 40)} for role in ("user", "assistant")] for i in range(60)]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    store = tokenized(path, tmp_path / "store", {"chat_template": "chatml", "validation_fraction": 0.2}, vocab_size=300)
+    run, ends = trained(store, tmp_path / "run", max_steps=1), [0, store.load_tokenizer().vocab["<|im_end|>"]]
+    release = PublishedModel.read(run / "checkpoints" / "step_00000001")
+    assert "not trained to be correct" in " ".join(model_card(release, MINE, FolderArguments()).split())
+    settings = shutil.copytree(run / "model", tmp_path / "old") / "generation_config.json"
+    assert json.loads(settings.read_text())["eos_token_id"] == ends
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token_id": 0}))  # as older versions
+    release = PublishedModel.read(tmp_path / "old")
+    assert release.model.generation_config.eos_token_id == ends
+    assemble(release, MINE, FolderArguments(), tmp_path / "hub", verify.expect(release))
+    assert json.loads((tmp_path / "hub" / "generation_config.json").read_text())["eos_token_id"] == ends
+
+
 def test_the_card_shows_only_evaluations_of_its_own_weights(run, tmp_path, capsys):
     run_copy = shutil.copytree(run, tmp_path / "run")
     evaluate.main([str(run_copy), "--compare_with", str(run_copy / "checkpoints" / "step_00000004")])
@@ -497,7 +525,8 @@ def test_a_second_upload_sends_nothing_new_deletes_stale_files_and_keeps_files_o
     commits = len(repository.commits)
     assert upload(folder, MINE).oid == first.oid
     assert (len(repository.commits), hub.uploads()) == (commits, 3)  # the weights and two plots, each sent once
-    user_files, stale = {"notes.md", "tiny-Q4_K_M.gguf"}, {"native/config.json", "tiny-F16.gguf"}
+    user_files = {"notes.md", "tiny-Q4_K_M.gguf", "imatrix/mine-Q8_0.gguf"}
+    stale = {"native/config.json", "tiny-F16.gguf"}
     new_files = dict.fromkeys(user_files | stale, File(b"x", False))
     repository.commit("main", repository.commits[repository.branches["main"]] | new_files)
     upload(folder, MINE)

@@ -16,6 +16,7 @@ from tokenizer.store.store import TokenStore
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.run_folder import RunFolder
 
+CONTEXT = 2048  # tokens of a window, for models whose positions have no limit
 limit_tokenizers()
 
 
@@ -29,10 +30,16 @@ def find_model(name: str) -> str:
     if path.exists():
         hint = f" yet: {RunFolder(path).last_good()}" if RunFolder(path).is_run() else ""
         raise UserError(f"{name} holds no model{hint}.")
-    if len(name.strip("/").split("/")) != 2 or name.startswith((".", "/", "runs/")):
+    if not is_hub_id(name):
         raise UserError(f"{name} is neither a local folder nor a Hub id (user/name).{hub.HINTS.get(name, '')}")
     hub.require(name, "a model", "config.json")
     return name
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a model that is not a local folder is named by a Hub id, user/name."""
+    is_pair = len(name.strip("/").split("/")) == 2 and not name.startswith((".", "/", "~", "runs/"))
+    return is_pair and not Path(name).exists()
 
 
 @contextmanager
@@ -41,7 +48,7 @@ def model_errors(sentence: str = "{}") -> Iterator[None]:
     try:
         yield
     except loading.ModelError as error:
-        raise UserError(sentence.format(error)) from error
+        raise UserError(sentence.replace("{}", str(error))) from error
 
 
 def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT2ScratchForCausalLM:
@@ -59,9 +66,13 @@ def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT
 def load_any_model(
     source: str | Path, dtype: str | torch.dtype = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer like `modeling_gpt2scratch.prompts`, but with `UserError`s."""
+    """Load a model and its tokenizer like `modeling_gpt2scratch.prompts`, but with `UserError`s. The context of models
+    without a limit, such as Bloom, is set to `CONTEXT`."""
     with model_errors():
-        return prompts.load_with_tokenizer(source, dtype)
+        model, tokenizer = prompts.load_with_tokenizer(source, dtype)
+    if not hasattr(model.config, "max_position_embeddings"):
+        model.config.max_position_embeddings = CONTEXT
+    return model, tokenizer
 
 
 def check_store(source: str | Path, tokenizer: PreTrainedTokenizerBase, store: TokenStore) -> None:

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError, require_room
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
+from modeling_gpt2scratch.prompts import add_turn_end
 from tokenizer.store.store import TokenStore
 from training.checkpoints import checkpoint
 from training.checkpoints.backup import Backup
@@ -110,6 +111,7 @@ class Saver(AbstractContextManager):
         with torch.device("meta"):  # a model without memory, to write config and code while the real model trains
             self.shell = GPT2ScratchForCausalLM._from_config(deepcopy(self.model.config))  # saving changes the config
         self.shell.generation_config = deepcopy(self.model.generation_config)
+        add_turn_end(self.shell, self.tokenizer)
         if self.accelerator.is_main_process:
             self.task.start()
 

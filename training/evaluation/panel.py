@@ -77,7 +77,7 @@ def nats_of_model(
 ) -> np.ndarray:
     """Return the model's nats for each unit of the text, (units,) float64.
     All processes compute them together. `bos` is the start token of each document."""
-    context = min(getattr(model.config, "max_position_embeddings", LONGEST_WINDOW), LONGEST_WINDOW)
+    context = min(model.config.max_position_embeddings, LONGEST_WINDOW)
     sums = np.zeros(n_units)
     windows = []  # windows: tokens, and the units of the last tokens, which no earlier window scored
     for ids, unit in text:

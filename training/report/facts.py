@@ -22,6 +22,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.build.report import documents, left_out
 from tokenizer.corpus.named_data import find
 from tokenizer.store.store import Metadata
+from training.checkpoints.loading import is_hub_id
 from training.checkpoints.metrics import (
     best_evaluation,
     comparable_loss,
@@ -115,7 +116,7 @@ def gather(folder: RunFolder) -> dict[str, Any]:
             {"step": step, "texts": texts_by_step[step]} for step in evenly(sorted(texts_by_step), MAX_MOMENTS)
         ],
         "settings": {name: value for name, value in settings.items() if not _is_private(name, value)},
-        "pretrained": source and (PurePath(source).name if Path(source).exists() else source),  # a Hub id
+        "pretrained": source and (source if is_hub_id(source) else Path(source).resolve().name),
         "command": f"{launch_command()} --config config.yaml --data {shlex.quote(_as_typed(settings['data']))}",
         "environments": _environments(starts),
         "begins_at": starts[0]["step"] if starts else 0,

@@ -1,7 +1,8 @@
 """Pages of a run: report.md with plots, from report.json, and the results of evaluate.py, on a terminal and in the run
 folder.
 
-evaluation/evaluation.json   all results, including those of earlier commands on the same weights and the same text
+evaluation/evaluation.json   all results, including those of earlier commands on the same weights and, but for tasks,
+                             the same text
 evaluation/evaluation.md     the same results as a page, with panel.png if models were compared
 """
 
@@ -144,9 +145,15 @@ def keep_evaluation(results: dict[str, Any], run: RunFolder, store: TokenStore) 
     with disk_errors(folder, RESUMES):
         mark(folder, "evaluation")
         earlier_results = _read(folder)
-        if not identity.items() <= earlier_results.items():
+        has_other_weights = earlier_results.get("weights_sha256") != identity["weights_sha256"]
+        if has_other_weights and earlier_results and earlier_results.get("weights_sha256") == _hashes(run.model):
+            print(f"Not saved: {folder} has results of {run.model}; delete it to save these.", file=sys.stderr)
+            return
+        if has_other_weights:
             earlier_results = {}
-        if "panel" in results or not earlier_results:
+        elif earlier_results.get("tokens_sha256") != identity["tokens_sha256"]:  # tasks have their own text
+            earlier_results = {name: value for name, value in earlier_results.items() if name == "tasks"}
+        if "panel" in results or "panel" not in earlier_results:
             picture.unlink(missing_ok=True)
         if "panel" in results:
             plot_panel(results["panel"]["rows"], picture)
@@ -177,7 +184,7 @@ def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
     for row in results.get("panel", {}).get("rows", []):
         name = str(row["name"])
         if row.get("is_local", os.path.exists(name)) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):  # not a Hub id
-            row["name"] = Path(name).name
+            row["name"] = Path(name).resolve().name
     if "memorization" in results:
         results["memorization"]["example"] = None
     return results | {"model": "this model", "data": f"held-out text of {Path(str(results.get('data', ''))).name}"}
