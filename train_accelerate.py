@@ -111,7 +111,7 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
                     pacer.correct(count, log)
         if guard.reason is None and config.evaluation.load_best_model_at_end:
             choose_best_model(run)
-    print_end(run, guard.step, guard.reason)
+    print_end(run, config.run, guard.step, guard.reason)
     return guard.exit_code
 
 

@@ -181,6 +181,41 @@ def test_a_branch_does_not_change_its_run_and_the_same_command_resumes_it(run, t
     assert_user_error(r"contains another run \(learning_rate", train, branch, *arguments, learning_rate=0.02)
 
 
+def test_a_lost_branch_is_restored_from_its_backup(run, train, tmp_path, capsys):
+    source, drive = run / "checkpoints" / "step_00000003", tmp_path / "drive"
+    arguments = ("--resume_from_checkpoint", str(source), "--backup_dir", str(drive))
+    drive.mkdir()
+    branch = train(tmp_path / "branch", *arguments, max_steps=9)
+    shutil.rmtree(branch)
+    train(branch, *arguments, max_steps=9)
+    assert f"step_00000009 is restored from {drive}/branch" in capsys.readouterr().out
+    shutil.rmtree(branch)
+    assert_user_error("drive/branch contains another run", train, branch, *arguments, max_steps=9, learning_rate=0.02)
+
+
+def test_a_command_that_discards_steps_is_not_advised_again(finished_copy, train, capsys):
+    first = finished_copy / "checkpoints" / "step_00000003"
+    for arguments in (["--overwrite_output_dir"], ["--resume_from_checkpoint", str(first)]):
+        train(finished_copy, *arguments, max_hours=1e-9)
+        assert "(max_hours)" in (output := capsys.readouterr().out)
+        assert f"To resume, run:\n  python train_accelerate.py --resume_from_checkpoint {finished_copy}\n" in output
+
+
+def test_a_resumed_run_keeps_its_micro_batch(finished_copy, train):
+    path = finished_copy / "events.jsonl"
+
+    def resumed(max_steps: int, **batches: int) -> int:
+        for event in (events := lines(path)):
+            event.get("batches", {}).update(batches)
+        path.write_text("".join(json.dumps(event) + "\n" for event in events))
+        train(finished_copy, "--resume_from_checkpoint", str(finished_copy), max_steps=max_steps)
+        return [event["batches"]["micro_batch"] for event in lines(path) if "batches" in event][-1]
+
+    assert resumed(7) == 4
+    assert resumed(8, micro_batch=2) == 2
+    assert resumed(9, micro_batch=2, processes=2) == 4
+
+
 def test_python_and_accelerate_launch_give_the_same_run(start, tmp_path):
     runs = {"python": (), "accelerate launch --quiet": ACCELERATE}
     for name, launch in runs.items():

@@ -64,14 +64,16 @@ def choose_checkpoint(
     if source is None or is_branch:
         put_back(folder)
     has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))
-    if source is not None and not (is_branch and has_begun and not overwrites):
+    if source is not None and (overwrites or not is_branch):
         checkpoint = _named_checkpoint(source, folder, None if is_branch else backup, say)
     elif overwrites:
         checkpoint = None
-    else:  # includes a repeated command that branched off
+    else:
         if has_begun:
             _refuse_another(folder.path, read_yaml(run_of(folder.path) / CONFIG_FILE), settings)
         checkpoint = _newest(folder, backup, settings, say)
+        if checkpoint is None and source is not None:  # neither the folder nor its backup has begun
+            checkpoint = _named_checkpoint(source, folder, None, say)
     is_own = checkpoint is not None and checkpoint.parent.resolve() == folder.checkpoints.resolve()
     if not (is_own or overwrites) and (folder.model / checkpoints.WEIGHTS).exists():
         raise UserError(

@@ -2,7 +2,6 @@
 
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from shlex import quote
 
 from accelerate import Accelerator
@@ -12,7 +11,7 @@ from common.errors import UserError, counted, disk_errors
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.backup import Backup
 from training.checkpoints.metrics import read_events
-from training.checkpoints.run_folder import RunArguments, RunFolder, begin, find_checkpoint, is_checkpoint, run_of
+from training.checkpoints.run_folder import RunArguments, RunFolder, begin, find_checkpoint, run_of
 from training.checkpoints.status import record, starts_in_force, write_status
 from training.data.run_data import RunData
 from training.evaluation.sampling import SamplingArguments
@@ -61,9 +60,8 @@ def _write_beginning(run: Run, arguments: RunArguments, config: str, estimate: d
         write_atomic(folder.config, config)
         folder.checkpoints.mkdir(exist_ok=True)
     if run.backup is not None:
-        source = arguments.resume_from_checkpoint
-        may_replace = arguments.overwrite_output_dir or (source is not None and is_checkpoint(Path(source)))
-        run.backup.begin(start.step, may_replace=may_replace)
+        is_rolled_back = "passed_over" in restarted()
+        run.backup.begin(start.step, may_replace=arguments.discards or is_rolled_back)
         if own_checkpoint is not None:
             run.backup.submit()
     write_status(folder.status, "running", start.step)
@@ -99,11 +97,12 @@ def _choose_best_model(run: Run) -> bool:
     return True
 
 
-def print_end(run: Run, step: int, reason: str | None) -> None:
+def print_end(run: Run, arguments: RunArguments, step: int, reason: str | None) -> None:
     """Print the next commands. `reason` is why the run stopped after `step` steps, or None if it is finished."""
     say, folder, path = printer(run.accelerator), run.folder, quote(str(run.folder.path))
     if reason is not None:
-        command = f"run the same command again, or:\n  {launch_command()} --resume_from_checkpoint {path}"
+        command = "run" + " the same command again, or" * (not arguments.discards)
+        command += f":\n  {launch_command()} --resume_from_checkpoint {path}"
         resume = (
             f"To resume, {command}" if folder.newest_step() else "The same command starts the run from the beginning."
         )
