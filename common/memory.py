@@ -1,9 +1,42 @@
-"""Memory that glibc keeps after it was freed."""
+"""Memory that is free for this process, and memory that glibc keeps after it was freed."""
 
 import ctypes
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+MEMBERSHIP, CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+# By controller in the membership file (none in version 2): names of limit, usage, and the page cache in it.
+CONTROL_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1  # parameters of glibc's mallopt
+
+
+def free_memory() -> int:
+    """Return the bytes of memory that are free on this machine and in the control groups of this process. `psutil`
+    knows only the machine, but the system kills a process that exceeds the limit of its container or Slurm job."""
+    return min([psutil.virtual_memory().available, *(limit - usage for limit, usage in memory_limits())])
+
+
+def memory_limits() -> Iterator[tuple[int, int]]:
+    """Yield limit and usage of each control group of this process, in bytes. Usage is without unused page cache."""
+    membership = MEMBERSHIP.read_text(encoding="utf-8") if MEMBERSHIP.is_file() else ""
+    for line in membership.splitlines():
+        _, controller, group = line.split(":", 2)
+        limit, usage, cache = CONTROL_FILES.get(controller, CONTROL_FILES[""])
+        root = CONTROL_GROUPS / controller
+        for folder in (root / group.strip("/"), *(root / group.strip("/")).parents):
+            with suppress(OSError, ValueError, TypeError):  # a container sees only its root; no limit is the word max
+                unused = re.search(rf"^{cache} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+                numbers = [int((folder / name).read_text()) for name in (limit, usage)]
+                yield numbers[0], numbers[1] - int(unused[1])
 
 
 def keep_freed_memory() -> None:

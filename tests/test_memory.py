@@ -5,12 +5,14 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
 
+from common import memory
 from conftest import MODERN
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.plan.memory import Memory
 from training.runtime.device import Setup
 from training.step.loss import NextTokenLoss
 
+GIB = 2**30
 HALF = Setup("bf16", False, "sdpa", ())
 
 
@@ -134,3 +136,26 @@ def test_estimated_gpu_peak_is_within_ten_percent(fields, optimizer, counts):
     setup = Setup("bf16" if is_half else "no", compiles, "sdpa", (), gradient_checkpointing=checkpoints)
     memory = Memory(config, setup, on_gpu=True, optimizer=optimizer)
     assert memory.total(rows) / 1e9 == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("controller", "files"),
+    [
+        ("", ("memory.max", "memory.current", "inactive_file")),
+        ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    ],
+)
+def test_free_memory_is_at_most_that_of_every_control_group(monkeypatch, tmp_path, controller, files):
+    """As in a Slurm job: the limit is on the group of the job, and the process is in a group of its step."""
+    (tmp_path / "membership").write_text(f"3:cpu:/other\n1:{controller}:/job/step\n")
+    (tmp_path / controller / "job" / "step").mkdir(parents=True)
+    for group, limit, usage in (("job", 4 * GIB, 3 * GIB), ("job/step", "max", 2 * GIB)):
+        for name, value in zip(files, (limit, usage), strict=False):
+            (tmp_path / controller / group / name).write_text(f"{value}\n")
+        (tmp_path / controller / group / "memory.stat").write_text(f"anon 1\n{files[2]} {GIB}\n")
+    monkeypatch.setattr(memory, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(memory, "CONTROL_GROUPS", tmp_path)
+    assert [*memory.memory_limits()] == [(4 * GIB, 2 * GIB)]
+    assert memory.free_memory() == 2 * GIB
+    monkeypatch.setattr(memory, "MEMBERSHIP", tmp_path / "absent")
+    assert memory.free_memory() > 0

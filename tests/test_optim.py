@@ -3,12 +3,14 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from conftest import MODERN, MODERN_RUN, REPOSITORY, assert_user_error
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from training.checkpoints.loading import load_own_model
 from training.config import read_config
 from training.step import optim
 from training.step.muon import momentum_at, orthogonalize
@@ -17,6 +19,7 @@ from training.step.optim import (
     build_optimizer,
     describe_rates,
     jump_at,
+    load_moments,
     schedule,
     second_target_weight,
     set_rates,
@@ -167,6 +170,14 @@ def test_muon_saves_its_momentum_and_adamw_does_not_resume_from_it(train, tmp_pa
     sentence = "optimizer changed from muon to adamw, so its moments do not fit; start a new run"
     settings = muon | {"optimizer": "adamw", "resume_from_checkpoint": checkpoint}
     assert_user_error(sentence, train, tmp_path / "other", **settings)
+
+
+def test_loaded_moments_are_no_map_of_the_file(run):
+    model, path = load_own_model(run / "model"), run / "checkpoints" / "step_00000003" / OPTIMIZER_FILE
+    optimizer = build_optimizer(model, OptimArguments(), torch.device("cpu"))
+    load_moments(path, model, optimizer)
+    assert optimizer.state[model.lm_head.weight]["exp_avg"].any()
+    assert str(path) not in [mapped.path for mapped in psutil.Process().memory_maps()]
 
 
 def test_the_documented_change_adds_an_optimizer(monkeypatch):

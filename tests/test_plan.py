@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from accelerate import Accelerator
 
 import train_accelerate
 from conftest import REPOSITORY, TINY, assert_user_error, error_of, flags, metrics, prose, reset_accelerate, trained
@@ -110,7 +111,8 @@ def test_a_large_model_is_measured_by_a_small_one(store, tmp_path, capsys, monke
     """With 4 layers and 4 micro-batches measured by 2 layers and one, the estimate is that of all of them."""
     shape = {"n_layer": 4, "n_embd": 64, "n_positions": 64, "tokens_per_step": 16384, "max_steps": 4}
     monkeypatch.setattr("training.budget.forecast.MEASURED_SECONDS", 2.0)  # for an equal speed on a busy machine
-    seconds = {}
+    seconds, models, free_memory = {}, [], Accelerator.free_memory
+    monkeypatch.setattr(Accelerator, "free_memory", lambda one: free_memory(one) or models.append(one._models))
     for tokens, flops in ((4096, 4e9), (16384, 1e15)):
         monkeypatch.setattr("training.budget.throughput.PROBE_TOKENS", tokens)
         monkeypatch.setattr("training.budget.throughput.PROBE_FLOPS", flops)
@@ -119,6 +121,7 @@ def test_a_large_model_is_measured_by_a_small_one(store, tmp_path, capsys, monke
         assert ("4,096 tokens with 2 layers of width 64, scaled by operations" in output) is (tokens == 4096)
         assert ("measured peak" in output) is (tokens != 4096)
     assert seconds[4096] == pytest.approx(seconds[16384], rel=0.5)
+    assert models == [[], []]  # the accelerator does not keep the measured model
 
 
 def test_measured_peak_memory_matches_the_run(store, tmp_path, capsys):

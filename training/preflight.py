@@ -1,5 +1,6 @@
 """Checks and decisions before the first step: settings, device, data, plan and starting point."""
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,12 +12,14 @@ from accelerate import Accelerator
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import Problems, UserError, counted
+from common.memory import free_memory
 from tokenizer.corpus.units import Corpus
 from tokenizer.store.store import SPLITS, TokenStore
 from training.checkpoints.backup import Backup
 from training.checkpoints.checkpoint import TrainState, load_state
-from training.checkpoints.metrics import best_step
+from training.checkpoints.metrics import best_step, read_events
 from training.checkpoints.pretrained import load_pretrained, vocabulary_problems
+from training.checkpoints.run_folder import RunFolder
 from training.config import TrainConfig
 from training.data.batches import START, DataPosition, WindowOrder, plan_batches
 from training.data.run_data import (
@@ -170,6 +173,9 @@ def make_plan(
     if accelerator.num_processes > 1:
         largest = int(accelerator.gather(torch.tensor([largest], device=accelerator.device)).min())
     largest = min(largest, restarted().get("micro_batch", largest))
+    if position.step and not on_gpu:
+        processes = accelerator.num_processes
+        largest = min(largest, on_main(accelerator, lambda: _earlier_micro_batch(config.run.folder, processes)))
     batches = plan_batches(config.batch, model.n_positions, accelerator.num_processes, largest)
     order = problems.add_of(WindowOrder, [store.metadata.train.tokens, model.n_positions, config.run.seed])
     if on_gpu:  # a CPU has no CUDA graphs
@@ -187,6 +193,13 @@ def make_plan(
     return plan
 
 
+def _earlier_micro_batch(run: RunFolder, processes: int) -> float:
+    """Return the micro-batch of the run's last start with as many processes, because another one gives other bits, or
+    infinity."""
+    plans = [event["batches"] for event in read_events(run.events) if "batches" in event]
+    return ([math.inf] + [plan["micro_batch"] for plan in plans if plan["processes"] == processes])[-1]
+
+
 def _is_short(config: TrainConfig, plan: Plan) -> bool:
     """Return whether the steps should not be compiled, because they are few and nothing else decides."""
     is_free = is_automatic(config.device.torch_compile) and config.device.torch_compile_mode is None
@@ -201,4 +214,4 @@ def available_memory(accelerator: Accelerator, plan_device: str | None, token_by
         return int(RENTALS[plan_device].gigabytes * 1e9)
     if accelerator.device.type == "cuda":
         return torch.cuda.mem_get_info(accelerator.device)[0] - token_bytes
-    return psutil.virtual_memory().available // processes_of_this_machine(accelerator) - token_bytes
+    return free_memory() // processes_of_this_machine(accelerator) - token_bytes

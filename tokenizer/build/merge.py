@@ -16,12 +16,12 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import psutil
 import xxhash
 
 from common import schema
 from common.atomic import write_atomic
 from common.errors import UserError
+from common.memory import free_memory
 from tokenizer.build.worker import DocumentSettings, Part, part_file, row_type
 from tokenizer.cleaning import dedup
 from tokenizer.corpus.units import Unit
@@ -80,7 +80,7 @@ class Merger:
             self._verify(unit, "rows", xxhash.xxh3_64_hexdigest(rows))
             self.first_row.append(self.first_row[-1] + len(rows))
             self.first_document.append(self.first_document[-1] + int(rows["ends"].sum()))
-        memory = max(DEDUP_BYTES, psutil.virtual_memory().available // 4)  # more memory saves passes over the keys
+        memory = max(DEDUP_BYTES, free_memory() // 4)  # more memory saves passes over the keys
         self.repeats = dedup.repeated(settings.dedup, self._keys, self.first_document[-1] + 1, memory)
         self.repeated = int(self.repeats.sum())
         self.documents, size, is_split, long = self._survey()

@@ -16,9 +16,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import psutil
 import torch
 
+from common.memory import free_memory
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
@@ -212,7 +212,7 @@ def advice(forecast: Forecast) -> Iterator[str]:
     config, plan, setup = forecast.config, forecast.plan, forecast.plan.memory.setup
     batches, model, N, on_gpu = plan.batches, plan.model, size_of(plan.model).products, plan.memory.on_gpu
     n_bytes, is_here = bytes_of(forecast.store, "train", "val"), config.cost.plan_device is None
-    if config.data.data_placement == "mmap" and n_bytes < psutil.virtual_memory().available / 2:
+    if config.data.data_placement == "mmap" and n_bytes < free_memory() / 2:
         yield f"data_placement is mmap, but the store's {n_bytes / 1e9:.2f} GB fit in RAM, which is faster; use auto."
     if not setup.torch_compile and (on_gpu or (shutil.which("g++") and not is_automatic(config.device.torch_compile))):
         yield "torch_compile is off; compiled steps are faster, by far on a GPU."

@@ -70,6 +70,15 @@ def measure_speed(
 
     The steps have one micro-batch, on a CPU of few operations. The speed of the plan follows from the operations, and
     from steps of one and of two micro-batches, whose difference excludes the optimizer."""
+    try:
+        return _measured(config, plan, accelerator, store, steps, seconds)
+    finally:
+        accelerator.free_memory()  # it would keep the measured model
+
+
+def _measured(
+    config: TrainConfig, plan: Plan, accelerator: Accelerator, store: TokenStore, steps: int, seconds: float
+) -> Throughput:
     model, micro = _bounded(plan, math.inf if plan.memory.on_gpu else PROBE_FLOPS * torch.get_num_threads())
     number = plan.tokens_per_step / (micro * model.n_positions * plan.batches.processes)  # of micro-batches
     tokens = place_tokens(store, "train", plan.placement.where, accelerator.device, config.batch.mask_documents)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.utils import get_int_from_env
@@ -23,6 +22,7 @@ from common import schema
 from common.atomic import write_atomic
 from common.errors import NONSENSE, UserError
 from common.limits import free, setting
+from common.memory import free_memory
 from tokenizer.build.recipe import Recipe
 from tokenizer.corpus.units import Corpus
 from tokenizer.store.store import TokenStore, read_metadata
@@ -177,7 +177,7 @@ def choose_placement(choice: str, n_bytes: int, device: torch.device, local_proc
             )
         if choice == "device" or n_bytes <= free * LARGEST_SHARE_OF_DEVICE:
             return Placement("device", n_bytes)
-    total, free = n_bytes * local_processes, psutil.virtual_memory().available
+    total, free = n_bytes * local_processes, free_memory()
     if choice in ("device", "ram") and total > free:
         raise UserError(
             f"data_placement is {choice}, but the tokens need {total / 1e9:.1f} GB of RAM for {local_processes} "

@@ -8,6 +8,7 @@ import psutil
 import torch._inductor
 
 from common.limits import setting
+from common.memory import memory_limits
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.data.batches import BatchPlan, DataPosition, WindowOrder
 from training.data.run_data import Placement
@@ -77,7 +78,8 @@ def steps_of(arguments: LengthArguments, batches: BatchPlan, windows: int) -> in
 def host_memory_problems(memory: Memory, processes: int) -> Iterator[str]:
     """Yield a problem if the model cannot fit the whole memory. The system would kill the process without a message."""
     n_bytes = sum(memory.fixed().values()) * processes
-    capacity = psutil.virtual_memory().total + psutil.swap_memory().total
+    machine = psutil.virtual_memory().total + psutil.swap_memory().total
+    capacity = min([machine, *(limit for limit, _ in memory_limits())])
     if n_bytes > capacity:
         yield (
             f"A model of {memory.parameters:,} parameters needs {n_bytes / 1e9:,.0f} GB with its gradients and moments"

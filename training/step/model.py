@@ -24,7 +24,7 @@ class ModelArguments:
     n_layer: int = setting(12, "Transformer blocks.", minimum=1, maximum=1000)
     n_head: int = setting(12, "Heads per block; must divide n_embd.", minimum=1, maximum=1024)
     n_embd: int = setting(768, "Width of the model.", minimum=1, maximum=65_536)
-    n_positions: int = setting(512, "Context length in tokens.", minimum=1, maximum=1_048_576)
+    n_positions: int = setting(512, "Context length in tokens.", minimum=2, maximum=1_048_576)
     n_inner: int | None = setting(None, "Width of the MLP. Default: 4 * n_embd.", minimum=1, maximum=262_144)
     activation_function: str = setting("gelu", "gelu (exact), gelu_new (GPT-2's tanh) or relu2 (squared ReLU).")
     normalization: Literal["layer_norm", "rms_norm"] = setting(

@@ -278,7 +278,8 @@ def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
             local(weights[name]).data.copy_(local(shard_like(full, weights[name])))
         else:
             parameter, key = places[name]
-            state[parameter][key] = shard_like(full, parameter)
+            moment = shard_like(full, parameter)  # on a CPU a map of the file, which may be deleted during the run
+            state[parameter][key] = moment.clone() if parameter.device.type == "cpu" else moment
     states = dict(enumerate(state.values()))
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
 
