@@ -10,10 +10,10 @@ from pathlib import Path
 import psutil
 
 MEMBERSHIP, CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-# By controller in the membership file (none in version 2): names of limit, usage, and the page cache in it.
+# By controller in the membership file (none in version 2): files of limit and usage, and prefix of the page cache.
 CONTROL_FILES = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    "": ("memory.max", "memory.current", ""),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 }
 
 M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1  # parameters of glibc's mallopt
@@ -26,17 +26,18 @@ def free_memory() -> int:
 
 
 def memory_limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and usage of each control group of this process, in bytes. Usage is without unused page cache."""
+    """Yield limit and usage of each control group of this process, in bytes. Usage is without page cache."""
     membership = MEMBERSHIP.read_text(encoding="utf-8") if MEMBERSHIP.is_file() else ""
     for line in membership.splitlines():
         _, controller, group = line.split(":", 2)
-        limit, usage, cache = CONTROL_FILES.get(controller, CONTROL_FILES[""])
+        limit, usage, prefix = CONTROL_FILES.get(controller, CONTROL_FILES[""])
         root = CONTROL_GROUPS / controller
         for folder in (root / group.strip("/"), *(root / group.strip("/")).parents):
-            with suppress(OSError, ValueError, TypeError):  # a container sees only its root; no limit is the word max
-                unused = re.search(rf"^{cache} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+            with suppress(OSError, ValueError):  # a container sees only its root; no limit is the word max
+                stat = (folder / "memory.stat").read_text()
+                cache = re.findall(rf"^{prefix}(?:in)?active_file (\d+)$", stat, re.MULTILINE)
                 numbers = [int((folder / name).read_text()) for name in (limit, usage)]
-                yield numbers[0], numbers[1] - int(unused[1])
+                yield numbers[0], numbers[1] - sum(map(int, cache))
 
 
 def keep_freed_memory() -> None:

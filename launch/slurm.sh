@@ -20,13 +20,10 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds to save, of the 300 before t
 trap 'requeue=yes; kill -TERM $!' USR1
 trap '[ -z "$!" ] && exit 143; kill -TERM $!' TERM
 
-# A job that was requeued resumes its run, so it must not replace it.
-if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
-    for word; do
-        shift
-        [ "$word" = --overwrite_output_dir ] || set -- "$@" "$word"
-    done
-fi
+case " $*" in *" --overwrite_output_dir"*) # a job that is requeued repeats its command
+    echo "error: A requeued job would replace its own run: leave out --overwrite_output_dir, and name a new --output_dir." >&2
+    exit 1 ;;
+esac
 
 accelerate launch --quiet --config_file launch/one_node.yaml --num_processes "$SLURM_GPUS_ON_NODE" train_accelerate.py "$@" &
 run=$!

@@ -9,11 +9,11 @@ import filecmp
 import json
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, RepoCard, get_token
@@ -21,7 +21,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFound
 from huggingface_hub.utils import validate_repo_id
 
 from common.errors import UserError
-from common.removal import MARK, is_known
+from common.removal import MARK
 from training.checkpoints.run_folder import HUB_FILES
 
 TOKENS = "https://huggingface.co/settings/tokens"
@@ -117,7 +117,7 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
             hub.create_branch(**target, branch=repository.branch, exist_ok=True)
         paths, names = published_files(folder), hub.list_repo_files(**on_branch)
         patterns = HUB_FILES if is_model else ()
-        stale = [name for name in names if name not in paths and is_known(name, patterns)]
+        stale = [name for name in names if name not in paths and _matches(name, patterns)]
         if is_model and "README.md" in names:
             with tempfile.TemporaryDirectory() as cache:
                 card = Path(hub.hf_hub_download(filename="README.md", cache_dir=cache, **on_branch))
@@ -131,6 +131,11 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
         operations = [CommitOperationAdd(name, path) for name, path in paths.items()]
         operations += [CommitOperationDelete(name) for name in stale]
         return hub.create_commit(operations=operations, commit_message="Upload with GPT2Scratch", **on_branch)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a relative path matches a pattern, of which `*` does not match a slash."""
+    return any(PurePosixPath("/", name).match(f"/{pattern}") for pattern in patterns)
 
 
 def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None:

@@ -114,6 +114,8 @@ def test_missing_input_is_refused_by_name(tmp_path, monkeypatch):
     for entry in ("nothing.txt", "no*.txt", "a b/c.txt", "~/nothing here", "one/two/three.txt", "books/b.txt"):
         assert refusal(entry).startswith(f"{entry} matches no local file or folder and is neither a Hub dataset nor")
     assert refusal("boks/a.txt").startswith("boks/a.txt is not a local path, and the Hub cannot be reached (HF_HUB")
+    sentence = "revision is v1, but no input is a Hub dataset; leave it out."
+    assert_user_error(sentence, corpus, "books/a.txt", revision="v1")
     assert refusal("empty").startswith("empty has no files except hidden files and links (only a glob follows them); ")
 
 
@@ -231,9 +233,11 @@ def test_text_column_precedes_content_and_other_columns(tmp_path):
     records = [{"title": "no", "content": "no", "text": "yes"}, {"title": "no", "content": "no", "text": "too"}]
     assert documents(write_records(tmp_path / "a.jsonl", records)) == ["yes", "too"]
     assert documents(write(tmp_path / "a.csv", "id,score,prose\n1,-0.5,one\n2,3,two\n")) == ["one", "two"]  # no number
-    rows = [{"id": "a", "prose": None}, {"id": 2, "prose": "7"}, {"id": 3, "prose": "two"}]
+    rows = [{"id": "a", "prose": None}, {"id": 2, "prose": "7"}, *({"id": 3, "prose": word} for word in ("two", "six"))]
     assert "no obvious text column" in refusal(write_records(tmp_path / "b.jsonl", rows))
-    assert documents(write_records(tmp_path / "b.jsonl", rows[1:])) == ["7", "two"]
+    assert documents(write_records(tmp_path / "b.jsonl", rows[1:])) == ["7", "two", "six"]
+    write(tmp_path / "a.csv", "id,score,prose\n1,,one\n2,1e-05,two\n3,nan,3\n4,5%,four\n")  # missing and other numbers
+    assert documents(tmp_path / "a.csv") == ["one", "two", "3", "four"]
     lines = ["broken", '{"id": 1}', *[json.dumps({"id": 1, "text": str(i)}) for i in range(300)]]
     assert documents(write(tmp_path / "a.jsonl", "\n".join(lines))) == [str(i) for i in range(300)]
 
@@ -252,6 +256,9 @@ def test_quotes_and_separators_of_tables(tmp_path):
     rows = ['1\t"Yes, he said', "2\ttwo", '3\t"three"', '4\t"of ""two"" quotes', 'and lines"', '5\t"6"" long']
     texts = ['"Yes, he said', "two", "three", 'of "two" quotes\nand lines', '"6"" long']
     assert documents(write(tmp_path / "a.tsv", "\n".join(["id\ttext", *rows]))) == texts
+    rows = ['"Hello ""world"""\t6" pipe', "two\t2"]
+    assert documents(write(tmp_path / "b.tsv", "\n".join(["prose\tsize (x, y)", *rows]))) == ['Hello "world"', "two"]
+    assert documents(write(tmp_path / "b.csv", "prose,label (0;1;2)\none,0\ntwo,1\n")) == ["one", "two"]
     path = write(tmp_path / "a.csv", 'id;note;"a,\tb,c"\n1;2;one\n3;4;two\n')
     assert documents(path, text_column="a,\tb,c") == ["one", "two"]
     write(path, "text\n" + '"first line\nsecond line"\n' * 40)

@@ -141,8 +141,8 @@ def test_estimated_gpu_peak_is_within_ten_percent(fields, optimizer, counts):
 @pytest.mark.parametrize(
     ("controller", "files"),
     [
-        ("", ("memory.max", "memory.current", "inactive_file")),
-        ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+        ("", ("memory.max", "memory.current", "")),
+        ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")),
     ],
 )
 def test_free_memory_is_at_most_that_of_every_control_group(monkeypatch, tmp_path, controller, files):
@@ -152,7 +152,9 @@ def test_free_memory_is_at_most_that_of_every_control_group(monkeypatch, tmp_pat
     for group, limit, usage in (("job", 4 * GIB, 3 * GIB), ("job/step", "max", 2 * GIB)):
         for name, value in zip(files, (limit, usage), strict=False):
             (tmp_path / controller / group / name).write_text(f"{value}\n")
-        (tmp_path / controller / group / "memory.stat").write_text(f"anon 1\n{files[2]} {GIB}\n")
+        (tmp_path / controller / group / "memory.stat").write_text(
+            f"anon 1\n{files[2]}inactive_file {GIB // 2}\n{files[2]}active_file {GIB // 2}\n"
+        )
     monkeypatch.setattr(memory, "MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(memory, "CONTROL_GROUPS", tmp_path)
     assert [*memory.memory_limits()] == [(4 * GIB, 2 * GIB)]

@@ -359,7 +359,8 @@ def test_a_model_trained_on_chats_ends_its_answers(tmp_path, checks):
     store = tokenized(path, tmp_path / "store", {"chat_template": "chatml", "validation_fraction": 0.2}, vocab_size=300)
     run, ends = trained(store, tmp_path / "run", max_steps=1), [0, store.load_tokenizer().vocab["<|im_end|>"]]
     release = PublishedModel.read(run / "checkpoints" / "step_00000001")
-    assert "not trained to be correct" in " ".join(model_card(release, MINE, FolderArguments()).split())
+    card = " ".join(model_card(release, MINE, FolderArguments()).split())
+    assert "Unless that text was chats, it was not trained to answer questions" in card
     settings = shutil.copytree(run / "model", tmp_path / "old") / "generation_config.json"
     assert json.loads(settings.read_text())["eos_token_id"] == ends
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token_id": 0}))  # as older versions

@@ -191,6 +191,9 @@ def test_a_lost_branch_is_restored_from_its_backup(run, train, tmp_path, capsys)
     assert f"step_00000009 is restored from {drive}/branch" in capsys.readouterr().out
     shutil.rmtree(branch)
     assert_user_error("drive/branch contains another run", train, branch, *arguments, max_steps=9, learning_rate=0.02)
+    checkpoint = drive / "branch" / "checkpoints" / "step_00000006"
+    train(branch, "--resume_from_checkpoint", str(checkpoint), "--backup_dir", str(drive), max_steps=12)
+    assert [entry["step"] for entry in metrics(branch) if "loss" in entry] == [7, 8, 9, 10, 11, 12]
 
 
 def test_a_command_that_discards_steps_is_not_advised_again(finished_copy, train, capsys):
@@ -212,6 +215,7 @@ def test_a_resumed_run_keeps_its_micro_batch(finished_copy, train):
         return [event["batches"]["micro_batch"] for event in lines(path) if "batches" in event][-1]
 
     assert resumed(7) == 4
+    assert resumed(8, micro_batch=2, is_auto=False) == 4
     assert resumed(8, micro_batch=2) == 2
     assert resumed(9, micro_batch=2, processes=2) == 4
 

@@ -226,6 +226,8 @@ def test_the_default_length_is_for_the_default_text(store):
 def test_only_a_given_batch_is_divided_among_processes_before_the_choice(store, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     arguments = ["--data", str(store.folder), "--budget", "3h"]
+    sentence = "per_device_train_batch_size is 'x'; it must be"
+    assert_user_error(sentence, read_config, [*arguments, "--per_device_train_batch_size", "x"], check)
     assert read_config(arguments, check).budget.chooses
     assert_user_error("not a multiple of 768", read_config, [*arguments, "--tokens_per_step", "4096"], check)
 

@@ -191,16 +191,8 @@ def test_max_hours_saves_stops_and_counts_from_the_process_start(job):
         assert stopper.agreed() is None
 
 
-@pytest.mark.parametrize(
-    ("number", "final_lines", "restarts", "options"),
-    [
-        (signal.SIGUSR1, ["requeue 7"], "0", "--overwrite_output_dir --data my text"),
-        (signal.SIGTERM, [], "1", "--data my text"),
-    ],
-)
-def test_the_slurm_script_saves_before_the_time_limit_and_requeues_the_job(
-    tmp_path, number, final_lines, restarts, options
-):
+@pytest.mark.parametrize(("number", "final_lines"), [(signal.SIGUSR1, ["requeue 7"]), (signal.SIGTERM, [])])
+def test_the_slurm_script_saves_before_the_time_limit_and_requeues_the_job(tmp_path, number, final_lines):
     """With stand-ins for Slurm and for the launcher, which ends after SIGTERM; the slowed script still starts it."""
     launcher = 'trap "sleep 1; echo saved; exit 1" TERM; echo "$*" > started; while true; do sleep 0.1; done'
     slow = "trap 'sleep 0.3' DEBUG"
@@ -209,15 +201,17 @@ def test_the_slurm_script_saves_before_the_time_limit_and_requeues_the_job(
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    environment = {"PATH": path, "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts}
-    process = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "text": True}
-    command = ["bash", REPOSITORY / "launch" / "slurm.sh", "--overwrite_output_dir", "--data", "my text"]
-    with subprocess.Popen(command, **process) as job:
+    environment = {"PATH": path, "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "7"}
+    options = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "text": True}
+    command = ["bash", REPOSITORY / "launch" / "slurm.sh", "--data", "my text"]
+    for flag in ("--overwrite_output_dir", "--overwrite_output_dir=true"):  # a requeued job would repeat it
+        assert subprocess.run([*command, flag], **options, stderr=subprocess.DEVNULL, check=False).returncode == 1
+    with subprocess.Popen(command, **options) as job:
         wait_until((tmp_path / "started").is_file, 60)
         job.send_signal(number)
         assert job.communicate(timeout=60)[0].splitlines() == ["saved", *final_lines]
     assert job.returncode == 1
-    assert (tmp_path / "started").read_text().endswith(f"--num_processes 4 train_accelerate.py {options}\n")
+    assert (tmp_path / "started").read_text().endswith("--num_processes 4 train_accelerate.py --data my text\n")
 
 
 def test_ending_a_forked_child_does_not_request_a_stop():

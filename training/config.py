@@ -165,7 +165,8 @@ class TrainConfig:
 
     def problems(self) -> Iterator[str]:
         """Yield the problems that can be found without access to the data or the device."""
-        for part in (self.run, self.length, self.budget, self.optim, self.settings, self.logging, self.cost):
+        parts = (self.run, self.length, self.budget, self.batch, self.optim, self.settings, self.logging, self.cost)
+        for part in parts:
             yield from part.problems()
         yield from self.backup.problems(self.run.output_dir)
         sources = {"data": self.data.data, "tokenizer": self.vocabulary.tokenizer, "init_from": self.pretrained_source}

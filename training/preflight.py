@@ -84,7 +84,8 @@ def check(config: TrainConfig) -> None:
         problems.sentences += _vocabulary_problems(config, store)
         problems.add_of(WindowOrder, [store.metadata.train.tokens, context, config.run.seed])
     problems.add_of(model_config, [config.model, vocab_size])
-    if not config.budget.chooses or "tokens_per_step" in config.given:
+    is_chosen = config.budget.chooses and "tokens_per_step" not in config.given
+    if not (is_chosen or any(config.batch.problems())):
         problems.add_of(plan_batches, [config.batch, context, int(os.environ.get("WORLD_SIZE", 1)), 1])
     if config.optim.optimizer == "muon" and setup is not None and setup.sharding == "cpu":
         problems.add(
@@ -194,10 +195,11 @@ def make_plan(
 
 
 def _earlier_micro_batch(run: RunFolder, processes: int) -> float:
-    """Return the micro-batch of the run's last start with as many processes, because another one gives other bits, or
-    infinity."""
+    """Return the micro-batch that `auto` chose in the run's last start with as many processes, because another one
+    gives other bits, or infinity."""
     plans = [event["batches"] for event in read_events(run.events) if "batches" in event]
-    return ([math.inf] + [plan["micro_batch"] for plan in plans if plan["processes"] == processes])[-1]
+    sizes = [plan["micro_batch"] for plan in plans if plan["processes"] == processes and plan.get("is_auto")]
+    return [math.inf, *sizes][-1]
 
 
 def _is_short(config: TrainConfig, plan: Plan) -> bool:

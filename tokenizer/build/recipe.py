@@ -59,7 +59,7 @@ class Recipe:
                 del settings[name]
         settings |= {"input": self.inputs, "weights": self.weights, "seed": self.seed}
         files = {entry: find(entry) for entry in self.inputs if entry.endswith(".yaml")}
-        if named := {entry: asdict(data) for entry, data in files.items() if data is not None}:
+        if named := {entry: data.selection for entry, data in files.items() if data is not None}:
             settings["named_data"] = named
         if self.existing_tokenizer is not None:
             content = self.existing_tokenizer.backend_tokenizer.to_str()

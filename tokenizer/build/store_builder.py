@@ -121,6 +121,8 @@ def open_finished(
 def _changes(old_settings: dict[str, Any], old_inputs: list, settings: dict[str, Any], inputs: list[list]) -> str:
     """Return the settings and files that differ from earlier work, as words, or an empty string."""
     settings = json.loads(json.dumps(settings))
+    if "named_data" not in old_settings:  # of an older version
+        settings.pop("named_data", None)
     keys = [key for key in old_settings | settings if old_settings.get(key) != settings.get(key)]
     words = [f"{key} was {old_settings.get(key)!r:.60} and is {settings.get(key)!r:.60}" for key in keys]
     old_files, files = ({name: numbers for name, *numbers in entries} for entries in (old_inputs, inputs))

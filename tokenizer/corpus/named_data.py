@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from common import schema
 from common.errors import UserError
@@ -37,6 +38,12 @@ class NamedData:
     use: str | None = None  # purpose
     tokens: str | None = None  # size, with the source of the number
     citation: str | None = None
+
+    @property
+    def selection(self) -> dict[str, Any]:
+        """Fields that determine the text."""
+        about = ("install", "license", "use", "tokens", "citation")
+        return {name: value for name, value in vars(self).items() if name not in about}
 
     @property
     def hub(self) -> HubDataset | None:

@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, BinaryIO, TextIO
 
@@ -19,7 +20,7 @@ from tokenizer.corpus.byte_range import SHORTER, ByteRange, bounds
 LONGEST_RECORD = 128 << 20  # bytes; a jsonl line or a json file must fit in memory
 BATCH_BYTES = 4 << 20  # bytes read from a parquet file at a time
 TEXT_COLUMNS, CHAT_COLUMNS = ("text", "content"), ("messages", "conversations")
-NUMBER = re.compile(r"[-+.\d]+")
+NUMBER = re.compile(r"[-+.,\d]+(e[-+]?\d+)?%?|nan|inf", re.IGNORECASE)
 QUOTED = re.compile('"[^"]*"')
 Records = Iterator[tuple[dict[str, Any] | None, dict[str, int]]]
 
@@ -81,7 +82,7 @@ def _csv(part: ByteRange) -> Records:
     with io.TextIOWrapper(files.opened(part.path, part.limit), "utf-8-sig", "surrogateescape", newline="") as file:
         lines = _lines(file, part)
         header = next(lines, "")
-        delimiter = max(",\t;", key=QUOTED.sub("", header).count)
+        delimiter = next((mark for mark in "\t,;" if mark in QUOTED.sub("", header)), ",")
         if delimiter == "\t":
             lines = _with_quotes(lines, header.count("\t"))
         reader = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=delimiter != "\t")
@@ -100,13 +101,14 @@ def _csv(part: ByteRange) -> Records:
 
 def _with_quotes(lines: Iterator[str], tabs: int) -> Iterator[str]:
     """Yield lines of a file separated by tabs. Quotes that are not in pairs are text, if line and next line are whole
-    records: the fields that begin with one are quoted, so that the reader does not look for its end."""
+    records: a field that begins with one is quoted, so that the reader does not look for its end."""
     for line, following in itertools.pairwise(itertools.chain(lines, [""])):
         is_whole = line.count("\t") == tabs and (not following or following.count("\t") == tabs)
         if is_whole and line.count('"') % 2:
             fields = line.rstrip("\r\n").split("\t")
-            doubled = ('"' + field.replace('"', '""') + '"' if field.startswith('"') else field for field in fields)
-            line = "\t".join(doubled) + "\n"
+            is_text = [field.startswith('"') and field.count('"') % 2 for field in fields]
+            doubled = ['"' + field.replace('"', '""') + '"' for field in fields]
+            line = "\t".join(doubled[i] if is_text[i] else fields[i] for i in range(len(fields))) + "\n"
         yield line
 
 
@@ -185,5 +187,8 @@ def text_column(records: list[dict[str, Any]], name: str | None) -> str | None:
     chats = {column for column, value in values if isinstance(value, list)}
     if named := [*(text for text in TEXT_COLUMNS if text in names), *(chat for chat in CHAT_COLUMNS if chat in chats)]:
         return named[0]
-    strings = {column for column, value in values if isinstance(value, str) and not NUMBER.fullmatch(value)}
-    return strings.pop() if len(strings) == 1 else None
+    strings = [(column, value) for column, value in values if isinstance(value, str) and value.strip()]
+    balance = Counter(column for column, _ in strings)  # values that are not numbers, minus those that are
+    balance.subtract(2 * [column for column, value in strings if NUMBER.fullmatch(value.strip())])
+    columns = [column for column in balance if balance[column] > 0]
+    return columns[0] if len(columns) == 1 else None

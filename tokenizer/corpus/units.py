@@ -121,6 +121,8 @@ class Corpus:
         self.weights = list(weights) or [1.0] * len(inputs)
         self.given = given
         self.hub = [None if entry in given else dataset_of(entry) for entry in inputs]
+        if arguments.revision is not None and not any(self.hub):
+            raise UserError(f"revision is {arguments.revision}, but no input is a Hub dataset; leave it out.")
         if arguments.revision is not None:
             self.hub = [hub and replace(hub, revision=arguments.revision) for hub in self.hub]
         self.files: list[list[TextFile]] = []

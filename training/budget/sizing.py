@@ -139,8 +139,6 @@ def resolve(
     `stores`: the token store, and the one to measure speed with; by default both are the store of the configuration,
     which is created. Called by every process.
     """
-    if config.is_resolved and LENGTHS & config.flags:  # a run of a budget gets another length
-        return config, None
     if not config.budget.chooses:
         return _shortened(config, accelerator, stores), None
     if stores is None:
@@ -149,7 +147,8 @@ def resolve(
     is_same = all(earlier_settings.get(name) == value for name, value in vars(config.budget).items())
     repeats = is_same and config.budget.budget is not None
     if repeats:
-        values = {name: earlier_settings[name] for name in CHOICES & earlier_settings.keys() - (config.given - LENGTHS)}
+        decided = config.given | LENGTHS if LENGTHS & config.flags else config.given - LENGTHS
+        values = {name: earlier_settings[name] for name in CHOICES & earlier_settings.keys() - decided}
         config = config.with_settings(values, "file")
     if "max_steps" in values:
         return config.with_settings(dict.fromkeys(LENGTHS - {"max_steps"})), None

@@ -73,8 +73,8 @@ class RunArguments:
     def discards(self) -> bool:
         """True if the command discards steps of the run in its folder: all, or those after one of its checkpoints. The
         same command again does not resume."""
-        source = Path(self.resume_from_checkpoint or "")
-        is_own = is_checkpoint(source) and run_of(source).resolve() == self.folder.path.resolve()
+        source = Path(self.resume_from_checkpoint or "").resolve()  # it may be deleted during the run
+        is_own = is_checkpoint(source) and source.parent == self.folder.checkpoints.resolve()
         return self.overwrite_output_dir or is_own
 
     def problems(self) -> Iterator[str]:

@@ -7,6 +7,7 @@ of a run (counted over all steps and processes) is in epoch g // windows at posi
 
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -35,6 +36,11 @@ class BatchArguments:
         "Restart attention and positions at each document; otherwise attention crosses document boundaries.",
         resume="refused",
     )
+
+    def problems(self) -> Iterator[str]:
+        micro = self.per_device_train_batch_size
+        if not re.fullmatch(r"auto|[1-9]\d{0,8}", micro, re.ASCII):
+            yield f"per_device_train_batch_size is {micro!r}; it must be a positive whole number or auto."
 
 
 @dataclass(frozen=True)
@@ -88,8 +94,6 @@ def plan_batches(arguments: BatchArguments, context: int, processes: int, larges
     divides it and is at most `largest_micro_batch`."""
     micro = arguments.per_device_train_batch_size
     is_auto = micro == "auto"
-    if not is_auto and not re.fullmatch(r"[1-9]\d{0,8}", micro, re.ASCII):
-        raise UserError(f"per_device_train_batch_size is {micro!r}; it must be a positive whole number or auto.")
     tokens = arguments.tokens_per_step
     unit = context * processes * (1 if is_auto else int(micro))
     if tokens % unit:

@@ -78,8 +78,8 @@ def steps_of(arguments: LengthArguments, batches: BatchPlan, windows: int) -> in
 def host_memory_problems(memory: Memory, processes: int) -> Iterator[str]:
     """Yield a problem if the model cannot fit the whole memory. The system would kill the process without a message."""
     n_bytes = sum(memory.fixed().values()) * processes
-    machine = psutil.virtual_memory().total + psutil.swap_memory().total
-    capacity = min([machine, *(limit for limit, _ in memory_limits())])
+    ram = min([psutil.virtual_memory().total, *(limit for limit, _ in memory_limits())])
+    capacity = ram + psutil.swap_memory().total
     if n_bytes > capacity:
         yield (
             f"A model of {memory.parameters:,} parameters needs {n_bytes / 1e9:,.0f} GB with its gradients and moments"

@@ -64,7 +64,8 @@ def choose_checkpoint(
     if source is None or is_branch:
         put_back(folder)
     has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))
-    if source is not None and (overwrites or not is_branch):
+    is_backup = backup is not None and is_branch and run_of(source).resolve() == backup.there.path.resolve()
+    if source is not None and (overwrites or not is_branch or (is_backup and not has_begun)):
         checkpoint = _named_checkpoint(source, folder, None if is_branch else backup, say)
     elif overwrites:
         checkpoint = None
