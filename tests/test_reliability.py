@@ -255,6 +255,11 @@ def test_resume_command_without_a_file_of_launch_names_the_number_of_processes(m
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert launch_command() == "accelerate launch --quiet --num_processes 2 train_accelerate.py"
+    machines = "--num_processes 1 --machine_rank=1 --main_process_ip 10.0.0.1".split()
+    monkeypatch.setattr(psutil.Process, "cmdline", lambda _: [sys.executable, *ACCELERATE, *machines, *sys.argv])
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    options = "--num_processes 1 --main_process_ip 10.0.0.1 --machine_rank 1"
+    assert launch_command() == f"accelerate launch --quiet {options} train_accelerate.py"
 
 
 def test_sigterm_and_ctrl_c_save_print_the_resume_command_and_the_run_resumes_exactly(train, start, tmp_path):

@@ -311,13 +311,15 @@ def test_a_run_with_a_budget_fixes_its_length_once(launch, store, tmp_path, caps
 def pacer(time_estimate: int, time_to_end: float) -> Pacer:
     run = SimpleNamespace(plan=SimpleNamespace(max_steps=time_estimate, tokens_per_step=1000))
     sizing = SimpleNamespace(deadline=time.monotonic() + time_to_end, option=SimpleNamespace(most_tokens=5_000_000))
-    return Pacer(run, None, SimpleNamespace(sizing=sizing, seconds=lambda speed, tokens: 10.0))
+    forecast = SimpleNamespace(sizing=sizing, seconds=lambda speed, tokens: 50.0, last_validation=lambda speed: 40.0)
+    return Pacer(run, None, forecast)
 
 
 def test_the_length_follows_from_the_measured_speed():
-    """20 steps in 10 s, 1,000 s left of which 1% is spare, and validations of 10 s in 100 steps: 0.6 s per step."""
+    """20 steps in 10 s, 1,000 s left of which 1% is spare, 40 s for the last validation, and 10 s in 100 steps for the
+    others: 0.6 s per step."""
     log = SimpleNamespace(paces=[(10, 5.0), (10, 5.0)])
-    assert pacer(100, 1000.0)._corrected(20, log) == pytest.approx(20 + 990 / 0.6, abs=1)
+    assert pacer(100, 1000.0)._corrected(20, log) == pytest.approx(20 + 950 / 0.6, abs=1)
     assert pacer(100, -5.0)._corrected(20, log) == 21
     assert pacer(100, 1e6)._corrected(20, log) == 5000  # of 1,000 tokens: more are not useful with the text
     assert pacer(100, 1000.0)._corrected(1, SimpleNamespace(paces=[])) == 100

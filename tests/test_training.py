@@ -14,6 +14,7 @@ import train_accelerate
 from conftest import assert_equal, assert_same_run, assert_user_error, flip, metrics, prose, weights
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from publishing.published_model import find_folder
+from training import compare_runs
 from training.checkpoints.checkpoint import damage, prune
 from training.checkpoints.metrics import comparable_loss
 from training.checkpoints.samples import fenced, read_samples
@@ -127,6 +128,11 @@ def test_last_validation_also_scores_the_sample_of_earlier_ones(train, store, tm
         output,
     )
     assert f"on the sample: the lowest is {sample_loss:.4f}, at step 6." in " ".join(report.split())
+    stopped, lines = shutil.copytree(run, tmp_path / "stopped"), (run / "metrics.jsonl").read_text().splitlines(True)
+    (stopped / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] < 6))
+    for runs, loss in (([run], end["eval_loss"]), ([run, stopped], sample_loss)):  # the other scored only the sample
+        compare_runs.main([*map(str, runs), "--output", str(tmp_path / f"{len(runs)}.png")])
+        assert f"| `run` | {loss:.4f} | " in capsys.readouterr().out
     for entry, loss in ((first, first["eval_loss"]), (end, sample_loss)):
         row = rf"\| {entry['step']} \| [\d.]+ \| [\d.]+ \| {entry['eval_loss']:.4f} \| {loss:.4f} \| "
         assert re.search(row, report)

@@ -17,6 +17,7 @@ from common.command_line import FlagParser, run
 from common.errors import Problems, disk_errors
 from common.limits import setting
 from common.removal import refuse_replacing
+from training.checkpoints.metrics import comparable_scores, scores_more
 from training.checkpoints.run_folder import RunFolder, run_of
 from training.report.facts import summarize_run
 from training.report.plots import plot_runs
@@ -43,6 +44,10 @@ def main(arguments: list[str]) -> None:
         print(f"Skipped: {sentence}", file=sys.stderr)
     base = os.path.commonpath([folder.resolve().parent for folder in folders])
     summaries = {os.path.relpath(folder.resolve(), base): summarize_run(RunFolder(folder)) for folder in folders}
+    newest = [summary["last"] for summary in summaries.values() if summary["last"]]
+    if len({scores_more(entry) for entry in newest}) > 1:  # finished runs scored the whole split, others a sample
+        for entry in newest:
+            entry.update(comparable_scores(entry))
     runs = dict(sorted(summaries.items(), key=lambda item: item[1]["last"].get("eval_bits_per_byte", math.inf)))
     values: dict[str, set[str]] = {}
     for name, value in (item for summary in runs.values() for item in summary["settings"].items()):

@@ -64,7 +64,9 @@ def setup_of(config: TrainConfig) -> Setup:
     notes = ()
     if rental.too_old is not None:
         notes = (without_kernels(f"the {rental.name}", rental.too_old, "PyTorch's build for CUDA 13"),)
-    settings = {"mixed_precision": best if precision == "auto" else precision, "attn_implementation": "sdpa"}
+    attention = config.device.attn_implementation
+    settings = {"mixed_precision": best if precision == "auto" else precision}
+    settings["attn_implementation"] = "sdpa" if attention == "auto" else attention
     settings["torch_compile"] = config.device.torch_compile.lower() != "false"
     return Setup(notes=notes, **vars(config.device) | settings)
 

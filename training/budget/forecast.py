@@ -99,6 +99,10 @@ class Forecast:
         tokens = self.tokens if tokens is None else tokens
         return graph + speed.seconds(tokens, self.validations, self.validation_tokens)
 
+    def last_validation(self, speed: Throughput) -> float:
+        """Return the seconds of the last validation, which scores the whole split."""
+        return SCORING_COST * self.store.metadata.val.tokens / speed.tokens_per_second
+
     def described(self) -> dict[str, float | None]:
         """Return the estimates that events.jsonl records for comparison with the actual run."""
         return {
@@ -152,7 +156,8 @@ def _print_plan(config: TrainConfig, folder: Path) -> None:
     hardware = describe(accelerator, setup, plan.model)
     if config.cost.plan_device is not None:
         rental, processes = RENTALS[config.cost.plan_device], accelerator.num_processes
-        hardware = f"{rental.name}, {setup.mixed_precision}, compiled (from its datasheet)"
+        compilation = "compiled" if setup.torch_compile else "not compiled"
+        hardware = f"{rental.name}, {setup.mixed_precision}, {compilation} (from its datasheet)"
         speed = speed or assumed_speed(rental.datasheet, plan.model, setup.mixed_precision, processes)
     elif speed is None and config.cost.plan_steps > 0:
         wait = ", which are compiled first, for up to a minute" if setup.torch_compile else ""
@@ -237,10 +242,12 @@ def advice(forecast: Forecast) -> Iterator[str]:
     if on_gpu and tokens < FEW_TOKENS and largest > batches.micro_batch:
         text = f"A micro-batch has {tokens:,} tokens, too few to fill a GPU; {largest:,} sequences would fit"
         yield f"{text}: raise tokens_per_step, or per_device_train_batch_size."
-    if round(epochs := plan.epoch(plan.max_steps)) > scaling.MOST_EPOCHS:  # windows leave out a few tokens
+    is_small = forecast.store.metadata.train.tokens <= scaling.SMALL_TEXT  # as the texts that were measured
+    if is_small and round(epochs := plan.epoch(plan.max_steps)) > scaling.MOST_EPOCHS:  # windows leave out tokens
         text = f"beyond about {scaling.MOST_EPOCHS}, the loss on new text rises: use fewer, or more text."
         yield f"The run trains for {epochs:.1f} epochs; {text}"
-    if N >= FILLS_A_GPU and forecast.tokens < N * scaling.RATIOS["modern"] / 10:  # scaling laws exclude smaller models
+    is_new = config.run.init_from is None  # scaling laws are for new models, and exclude smaller ones
+    if is_new and N >= FILLS_A_GPU and forecast.tokens < N * scaling.RATIOS["modern"] / 10:
         text = "tokens per parameter are few: a smaller model would reach a lower loss in the same time."
         yield f"{forecast.tokens / N:.2g} {text}"
     # The last validation scores the whole split in any case.

@@ -55,8 +55,9 @@ class Pacer:
             return plan.max_steps
         steps, seconds = map(sum, zip(*log.paces, strict=True))
         speed = Throughput(plan.tokens_per_step * steps / seconds, "")
-        validations = self.forecast.seconds(speed, tokens=0) / plan.max_steps  # seconds of each step
-        room = (1 - SPARE) * (self.deadline - time.monotonic())
+        last = self.forecast.last_validation(speed)  # all of it follows
+        validations = (self.forecast.seconds(speed, tokens=0) - last) / plan.max_steps  # seconds of each step
+        room = (1 - SPARE) * (self.deadline - time.monotonic()) - last
         step_limit = self.forecast.sizing.option.most_tokens / plan.tokens_per_step
         return max(step + 1, int(min(step_limit, step + room / (seconds / steps + validations))))
 

@@ -115,6 +115,12 @@ def comparable_loss(entry: dict[str, Any]) -> float:
     return entry.get("eval_sampled_loss", entry["eval_loss"])
 
 
+def comparable_scores(entry: dict[str, Any]) -> dict[str, float]:
+    """Return loss and bits per byte on the text of `comparable_loss`. Their ratio on all text is assumed."""
+    factor = comparable_loss(entry) / entry["eval_loss"]
+    return {name: entry[name] * factor for name in ("eval_loss", "eval_bits_per_byte") if name in entry}
+
+
 def scores_more(entry: dict[str, Any]) -> bool:
     """Return whether a validation scored more than the sample, so that its loss is not comparable with the others."""
     return comparable_loss(entry) != entry["eval_loss"]

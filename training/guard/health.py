@@ -45,10 +45,17 @@ class Spike:
     z_score: float
 
     def __str__(self) -> str:
+        place = f"at step {self.step:,}" if self.step == self.last else f"from step {self.step:,} to {self.last:,}"
         return (
-            f"The loss rose to {self.loss:.3f} at step {self.step:,}, {self.z_score:.1f} standard deviations above "
+            f"The loss rose to {self.loss:.3f} {place}, {self.z_score:.1f} standard deviations above "
             f"its mean of {self.mean:.3f}"
         )
+
+    def extended(self, step: int, loss: float) -> "Spike":
+        """Return the spike with another step, whose loss may be higher."""
+        highest = max(loss, self.loss)
+        z_score = self.z_score * (highest - self.mean) / (self.loss - self.mean)
+        return replace(self, last=step, loss=highest, z_score=z_score)
 
 
 class Health:
@@ -81,14 +88,14 @@ class Health:
         for number, (loss, norm) in enumerate(zip(numbers[::2], numbers[1::2], strict=True), start=first_step):
             is_finite = math.isfinite(loss) and math.isfinite(norm)
             if is_finite and (candidate := self._spike(number, loss)) is not None:
-                spike = candidate if spike is None else replace(spike, last=number, loss=max(loss, spike.loss))
+                spike = candidate if spike is None else spike.extended(number, loss)
             if is_finite:
                 self.finite_steps, self.largest_norm = self.finite_steps + 1, max(self.largest_norm, norm)
             self.losses.append(loss if is_finite else None)
             self.unlogged += 1
             self.grad_norm = norm
             self.lost_since = None if math.isfinite(loss) else self.lost_since or number
-        self.losses = self.losses[-max(WINDOW, self.unlogged) :]
+        self.losses = self.losses[-max(WINDOW, self.unlogged, self.arguments.max_nonfinite_steps) :]
         in_a_row = len(list(takewhile(lambda loss: loss is None, reversed(self.losses))))
         if in_a_row >= self.arguments.max_nonfinite_steps:
             last_step = self.lost_since - 1 if self.lost_since is not None else None

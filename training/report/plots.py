@@ -9,7 +9,7 @@ import numpy as np
 
 from common.atomic import unfinished_path
 from common.removal import FILE_MARK
-from training.checkpoints.metrics import comparable_loss, seconds_until
+from training.checkpoints.metrics import comparable_loss, comparable_scores, seconds_until
 
 # Legible on white and on black.
 GRAY, BLUE, ORANGE = "#808690", "#3d84c6", "#d9673f"
@@ -69,7 +69,7 @@ def plot_runs(runs: dict[str, list[dict[str, Any]]], path: Path, measure: str) -
         for name, entries in runs.items():
             until, tokens = seconds_until(entries), {e["step"]: e["tokens"] for e in entries if "tokens" in e} or {0: 0}
             evaluations, in_nats = [entry for entry in entries if measure in entry], measure == "eval_loss"
-            curve = {entry["step"]: comparable_loss(entry) if in_nats else entry[measure] for entry in evaluations}
+            curve = {entry["step"]: comparable_scores(entry)[measure] for entry in evaluations}
             style = {"label": name, "marker": "."} if curve else {"label": f"{name} (training loss)"}
             curve = curve or {entry["step"]: entry["loss"] for entry in entries if "loss" in entry and in_nats}
             by_tokens.plot(np.interp([*curve], [*tokens], [*tokens.values()]), curve.values(), **style)

@@ -88,6 +88,8 @@ def _missing_to_compile() -> str:
         parts.append(
             f"{', '.join(packages)} not found; on Debian and Ubuntu: apt install {' '.join(packages.values())}."
         )
+    if has_gpu and torch.version.hip is None and torch.cuda.get_device_capability() < (7, 0):
+        parts.append("Triton supports GPUs from compute capability 7.0 on (V100, T4 and newer).")
     if has_gpu and importlib.util.find_spec("triton") is None:
         parts.append("Triton is not installed (pip install triton).")
     return " ".join(parts)

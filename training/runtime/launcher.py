@@ -35,7 +35,10 @@ def launch_command() -> str:
     file = Path(launcher_option("config_file"))
     processes = os.environ.get("WORLD_SIZE", "1")
     options = f" --config_file launch/{file.name}" if file.parent.name == "launch" else ""
-    options += f" --num_processes {processes}" if processes != "1" else ""
+    if processes != "1" or options or launcher_option("num_processes"):  # without a number, all GPUs
+        options += f" --num_processes {processes}"
+    for name in ("main_process_ip", "main_process_port", "machine_rank"):
+        options += f" --{name} {value}" if (value := launcher_option(name)) else ""
     return f"accelerate launch --quiet{options} train_accelerate.py"
 
 
