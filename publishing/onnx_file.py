@@ -60,7 +60,7 @@ def check_onnx(folder: Path, kinds: list[str]) -> None:
 
 def onnx_config(config: GPT2ScratchConfig) -> dict[str, Any]:
     """Return the settings from which transformers.js takes the shape of the cache, as of a model that it knows."""
-    names = ("n_layer", "n_head", "n_embd", "n_positions")
+    names = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size")
     return {"model_type": "gpt2"} | {name: getattr(config, name) for name in names}
 
 

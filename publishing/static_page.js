@@ -172,7 +172,8 @@ class Model {
 
   // Return the ids of a chat with an open turn of the assistant, without the oldest messages if they do not fit.
   chatIds(texts, system, room) {
-    const { start, before, after, open, system: around } = this.chat, isGiven = Boolean(system.trim());
+    const { start, before, after, open, trims, system: around } = this.chat, isGiven = Boolean(system.trim());
+    if (trims) [texts, system] = [texts.map((text) => text.trim()), system.trim()];
     if (isGiven && !around) refuse(`The chat template of ${this.name} has no system message; leave it empty.`);
     for (let leftOut = 0; ; leftOut += 2) {
       const parts = isGiven ? [around[0], system, around[1]] : [start];

@@ -138,18 +138,19 @@ def _files(folder: str, kind: str, size: int, sha256: str) -> dict[str, Any]:
 
 def chat_parts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
     """Return the texts that the chat template writes around messages: before the first one of the user, before and
-    after a system message, before and after an answer, and before an answer to write. Return None without a template,
-    or with one that does not write a chat as a sequence of messages."""
+    after a system message, before and after an answer, and before an answer to write; and whether it trims messages.
+    Return None without a template, or with one that does not write a chat as a sequence of messages."""
 
-    def rendered(roles: str) -> list[str]:
-        chat = [{"role": role, "content": MARK} for role in roles.split()]
+    def rendered(roles: str, content: str = MARK) -> list[str]:
+        chat = [{"role": role, "content": content} for role in roles.split()]
         return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True).split(MARK)
 
     with suppress(Exception):  # a template may raise anything
         start, before, after, end = rendered("user assistant user")
         longer = rendered("user assistant user assistant user")
         if rendered("user") == [start, end] and longer == [start, before, after, before, after, end]:
-            parts = {"start": start, "before": before, "after": after, "open": end}
+            trims = rendered("user", f" {MARK} ") == [start, end]
+            parts = {"start": start, "before": before, "after": after, "open": end, "trims": trims}
             with suppress(Exception):  # some templates refuse system messages
                 opening, separator, *remainder = rendered("system user assistant user")
                 parts |= {"system": [opening, separator]} if remainder == [before, after, end] else {}

@@ -104,7 +104,7 @@ def verify(location: Location, reference: Expected) -> None:
         problems.add(f"{location} computes logits that differ by {difference:.1e} in a fresh process.")
     elif not cache_difference <= CACHE_TOLERANCE * largest:
         problems.add(f"{location} computes logits that differ by {cache_difference:.1e} with cached keys and values.")
-    if answer["vocabulary"] != vocab_size:
+    if answer["vocabulary"] > vocab_size:
         problems.add(f"{location} has a tokenizer of {answer['vocabulary']} tokens but {vocab_size} embeddings.")
     comparison = f"validation loss not compared: {reference.no_loss_because}"
     if counts := answer["targets"]:

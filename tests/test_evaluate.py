@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,11 +14,12 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from conftest import TWO_PROCESSES, assert_user_error, metrics, prose, tokenized
+from conftest import TWO_PROCESSES, assert_user_error, metrics, prose, tokenized, trained
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training import evaluate
 from training.checkpoints.run_folder import RunFolder
-from training.evaluation import baselines, memorization
+from training.data import run_data
+from training.evaluation import baselines, memorization, panel
 from training.evaluation.baselines import NGram, compressed_bits
 from training.evaluation.memorization import find_spans
 from training.evaluation.scoring import ratio, units
@@ -156,6 +158,30 @@ def test_gpt2_with_another_tokenizer_is_scored_on_the_same_bytes(corpus, store, 
     assert panel["how"].startswith(f"All rows use the same {sizes.sum():,} bytes of 31 documents")
     assert [row["bits_per_byte"] for row in panel["rows"]] == sorted(row["bits_per_byte"] for row in panel["rows"])
     assert set(rows) - {str(tmp_path / name) for name in bits} == {"unigram", "trigram", *baselines.COMPRESSORS}
+
+
+def test_a_chat_is_compared_as_the_store_has_it(tmp_path):
+    chats = [[{"role": role, "content": prose(i, 24)} for role in ("user", "assistant")] for i in range(40)]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    store = tokenized(path, tmp_path / "store", {"chat_template": "chatml", "validation_fraction": 0.3}, vocab_size=300)
+    text, tokens = panel.HeldOut(store, None), store.memory_map("val")
+    documents = [ids.tolist() for ids, _ in text.encoded(store.load_tokenizer(), "own")]
+    ends = (store.offsets("val")[1:] - 1).tolist()
+    assert documents == [tokens[start:end].tolist() for start, end in zip(store.offsets("val"), ends, strict=False)]
+    other = tokenized(path, tmp_path / "other", {"chat_template": "chatml"}, vocab_size=310).load_tokenizer()
+    assert other.vocab["<|im_start|>"] not in text.encoded(other, "other")[0][0]
+
+
+def test_a_run_is_scored_on_the_tokens_that_it_recorded(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text(prose(0))
+    monkeypatch.setattr(run_data, "CACHE", tmp_path / "data")
+    run = trained(SimpleNamespace(folder=tmp_path / "text.txt"), tmp_path / "run", max_steps=1, vocab_size=300)
+    [recorded] = (tmp_path / "data").glob("text-*")
+    (tmp_path / "text.txt").write_text(prose(1))
+    assert evaluate.store_and_masking(str(run), None)[0].folder == recorded
+    shutil.rmtree(recorded)
+    assert evaluate.store_and_masking(str(run), None)[0].folder != recorded  # of the text as it is now
 
 
 def test_ngrams_match_hand_computations_and_sum_to_one():

@@ -110,7 +110,10 @@ def test_a_repository_for_browsers_replaces_one_with_code_and_both_can_be_in_one
     assert {"modeling_gpt2scratch.py", "native/config.json", "onnx/model_quantized.onnx"} < set(remote())
     assert_interface(modern / "hub" / "onnx" / "model_quantized.onnx")
     card = (modern / "hub" / "README.md").read_text()
-    assert 'config: {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 16},' in card
+    assert (
+        'config: {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 16, "vocab_size": 300},'
+        in card
+    )
     push(modern, "--format", "onnx")
     assert set(remote()) - {".gitattributes"} == {
         *ONNX,
@@ -121,7 +124,7 @@ def test_a_repository_for_browsers_replaces_one_with_code_and_both_can_be_in_one
         "course.png",
     }
     assert capsys.readouterr().out.count("onnx/model.onnx: 20 of 20 greedy texts are equal, logits") == 1
-    config = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16}
+    config = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16, "vocab_size": 300}
     assert json.loads((modern / "hub" / "config.json").read_text()) == config
     card = ModelCard.load(modern / "hub" / "README.md")
     assert (card.data.library_name, card.data.tags[0]) == ("transformers.js", "gpt2")

@@ -194,9 +194,10 @@ def test_chat_parts_are_known_only_for_templates_that_write_messages_one_after_a
     loop = (
         "{% for it in messages %}[{{ it.role }}]{{ it.content }};{% endfor %}{% if add_generation_prompt %}>{% endif %}"
     )
-    parts = {"start": "[user]", "before": ";[assistant]", "after": ";[user]", "open": ";>"}
+    parts = {"start": "[user]", "before": ";[assistant]", "after": ";[user]", "open": ";>", "trims": False}
     assert parts_of(loop) == parts | {"system": ["[system]", ";[user]"]}
     assert parts_of("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + loop) == parts
+    assert parts_of(loop.replace("it.content", "it.content | trim"))["trims"]
     assert parts_of("{{ messages | length }}" + loop) is None
     assert parts_of("{{ 1 / 0 }}") is None
 

@@ -16,7 +16,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -36,10 +36,18 @@ from common.memory import keep_freed_memory
 from tokenizer.corpus import hub
 from tokenizer.encoding import vocabulary
 from tokenizer.store.store import TokenStore
+from training.checkpoints.checkpoint import load_state
 from training.checkpoints.loading import check_store, find_model, load_own_model
 from training.checkpoints.run_folder import CONFIG_FILE, find_checkpoint, run_of
 from training.config import read_config
-from training.data.run_data import bytes_of, choose_placement, open_store, place_tokens, processes_of_this_machine
+from training.data.run_data import (
+    bytes_of,
+    choose_placement,
+    find_recorded_store,
+    open_store,
+    place_tokens,
+    processes_of_this_machine,
+)
 from training.evaluation import panel
 from training.evaluation.memorization import memorization
 from training.evaluation.scoring import score_split
@@ -59,7 +67,15 @@ def store_and_masking(model: str, data: str | None, flag: str = "data") -> tuple
     config = read_config(["--config", str(run_folder / CONFIG_FILE)])
     if data is not None:
         return TokenStore(data), config.batch.mask_documents
-    return open_store(config.recipe, partial(print, file=sys.stderr)), config.batch.mask_documents
+    store = recorded_store(run_folder, config.data.data)  # its text may have changed since
+    return store or open_store(config.recipe, partial(print, file=sys.stderr)), config.batch.mask_documents
+
+
+def recorded_store(run: Path, data: str) -> TokenStore | None:
+    """Return the store that the newest checkpoint of a run recorded, if it still exists."""
+    with suppress(UserError):
+        return find_recorded_store(data, load_state(find_checkpoint(run, "last")).settings["data"])
+    return None
 
 
 @contextmanager

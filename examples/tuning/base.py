@@ -107,10 +107,10 @@ def original_store(
     """Return the store of `original_data`, of the model's `record` or of the run; None if missing and not requested."""
     try:
         store, _ = store_and_masking(tuning.model, tuning.original_data or record["original_data"], "original_data")
+        check_store(source, tokenizer, store)
     except UserError as error:
         if tuning.original_data is not None or tuning.replay_fraction:
             raise
         print(f"Forgetting is not measured: {error}")
         return None
-    check_store(source, tokenizer, store)
     return store

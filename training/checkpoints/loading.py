@@ -77,14 +77,14 @@ def load_any_model(
 
 def check_store(source: str | Path, tokenizer: PreTrainedTokenizerBase, store: TokenStore) -> None:
     """Raise a `UserError` if the store was made with a tokenizer other than the model's."""
-    if _rules(tokenizer) != _rules(store.load_tokenizer()):  # files differ between library versions, so compare rules
+    if rules(tokenizer) != rules(store.load_tokenizer()):  # files differ between library versions, so compare rules
         raise UserError(
             f"{source} and {store.folder} have different tokenizers; use a store that was made with the model's own "
             "tokenizer."
         )
 
 
-def _rules(tokenizer: PreTrainedTokenizerBase) -> dict:
+def rules(tokenizer: PreTrainedTokenizerBase) -> dict:
     """Return the settings of a tokenizer that determine ids, without those that a loader may set: truncation, padding,
     and which added tokens are special."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str())

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.errors import UserError, counted
 from common.progress import track
 from tokenizer.store.store import TokenStore
-from training.checkpoints.loading import find_model, load_any_model
+from training.checkpoints.loading import find_model, load_any_model, rules
 from training.evaluation.baselines import FITTED_TOKENS, NGram, compressed_bits, fitted_on
 from training.evaluation.scoring import ratio, sum_of_processes, units
 
@@ -37,6 +37,7 @@ class HeldOut:
     def __init__(self, store: TokenStore, limit: int | None):
         """`limit` is the number of evenly spaced documents to use, or None for all."""
         tokens, offsets, rust = store.memory_map("val"), store.offsets("val"), store.load_tokenizer().backend_tokenizer
+        self.rules = rules(store.load_tokenizer())
         ends = offsets[1:] - (store.metadata.eos_token_id is not None)
         number = len(ends) if limit is None else min(limit, len(ends))
         indices = np.linspace(0, len(ends) - 1, number).astype(np.int64)
@@ -48,9 +49,10 @@ class HeldOut:
         self.bytes = np.array(sizes, dtype=np.int64)  # (units,)
 
     def encoded(self, tokenizer: PreTrainedTokenizerBase, name: str) -> EncodedText:
-        """Encode the text. Raise a `UserError` if the tokenizer cannot represent all of it."""
+        """Encode the text. Raise a `UserError` if the tokenizer cannot represent all of it. The store's own tokenizer
+        encodes the control tokens of chats; for others, they are text."""
         rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        rust.encode_special_tokens = True  # text that looks like a control token stays text
+        rust.encode_special_tokens = rules(tokenizer) != self.rules
         rust.no_truncation()
         rust.no_padding()
         unknown = getattr(rust.model, "unk_token", None)
