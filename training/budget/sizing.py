@@ -147,7 +147,8 @@ def resolve(
     is_same = all(earlier_settings.get(name) == value for name, value in vars(config.budget).items())
     repeats = is_same and config.budget.budget is not None
     if repeats:
-        decided = config.given | LENGTHS if LENGTHS & config.flags else config.given - LENGTHS
+        is_longer = config.is_resolved and LENGTHS & config.flags
+        decided = config.given | LENGTHS if is_longer else config.given - LENGTHS
         values = {name: earlier_settings[name] for name in CHOICES & earlier_settings.keys() - decided}
         config = config.with_settings(values, "file")
     if "max_steps" in values:
