@@ -77,10 +77,10 @@ def failed(process: subprocess.Popen) -> str:
     """Return the only error line of a process that fails."""
     _, wrong = process.communicate(timeout=600)
     assert process.returncode == 1, wrong
-    [line] = wrong.splitlines()
-    assert line.startswith("error: ")
-    assert line.endswith(".")
-    return line
+    assert wrong.count("\n") == 1, wrong
+    assert wrong.startswith("error: ")
+    assert wrong.endswith(".\n")
+    return wrong.strip()
 
 
 def contents(store: Path) -> dict[str, bytes]:
