@@ -259,6 +259,7 @@ def test_quotes_and_separators_of_tables(tmp_path):
     rows = ['"Hello ""world"""\t6" pipe', "two\t2"]
     assert documents(write(tmp_path / "b.tsv", "\n".join(["prose\tsize (x, y)", *rows]))) == ['Hello "world"', "two"]
     assert documents(write(tmp_path / "b.csv", "prose,label (0;1;2)\none,0\ntwo,1\n")) == ["one", "two"]
+    assert documents(write(tmp_path / "c.csv", "id;prose;size (x, y)\n1;one;3\n2;two;4\n")) == ["one", "two"]
     path = write(tmp_path / "a.csv", 'id;note;"a,\tb,c"\n1;2;one\n3;4;two\n')
     assert documents(path, text_column="a,\tb,c") == ["one", "two"]
     write(path, "text\n" + '"first line\nsecond line"\n' * 40)

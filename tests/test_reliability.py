@@ -194,6 +194,7 @@ def test_a_lost_branch_is_restored_from_its_backup(run, train, tmp_path, capsys)
     checkpoint = drive / "branch" / "checkpoints" / "step_00000006"
     train(branch, "--resume_from_checkpoint", str(checkpoint), "--backup_dir", str(drive), max_steps=12)
     assert [entry["step"] for entry in metrics(branch) if "loss" in entry] == [7, 8, 9, 10, 11, 12]
+    assert [path.name for path in complete_checkpoints(drive / "branch" / "checkpoints")][-1] == "step_00000012"
 
 
 def test_a_command_that_discards_steps_is_not_advised_again(finished_copy, train, capsys):
@@ -258,7 +259,7 @@ def test_resume_command_without_a_file_of_launch_names_the_number_of_processes(m
     machines = "--num_processes 1 --machine_rank=1 --main_process_ip 10.0.0.1".split()
     monkeypatch.setattr(psutil.Process, "cmdline", lambda _: [sys.executable, *ACCELERATE, *machines, *sys.argv])
     monkeypatch.setenv("WORLD_SIZE", "1")
-    options = "--num_processes 1 --main_process_ip 10.0.0.1 --machine_rank 1"
+    options = "--num_processes 1 --machine_rank 1 --main_process_ip 10.0.0.1"
     assert launch_command() == f"accelerate launch --quiet {options} train_accelerate.py"
 
 

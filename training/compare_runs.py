@@ -17,7 +17,7 @@ from common.command_line import FlagParser, run
 from common.errors import Problems, disk_errors
 from common.limits import setting
 from common.removal import refuse_replacing
-from training.checkpoints.metrics import comparable_scores, scores_more
+from training.checkpoints.metrics import comparable_scores
 from training.checkpoints.run_folder import RunFolder, run_of
 from training.report.facts import summarize_run
 from training.report.plots import plot_runs
@@ -45,8 +45,9 @@ def main(arguments: list[str]) -> None:
     base = os.path.commonpath([folder.resolve().parent for folder in folders])
     summaries = {os.path.relpath(folder.resolve(), base): summarize_run(RunFolder(folder)) for folder in folders}
     newest = [summary["last"] for summary in summaries.values() if summary["last"]]
-    if len({scores_more(entry) for entry in newest}) > 1:  # finished runs scored the whole split, others a sample
-        for entry in newest:
+    is_other_text = len({summary["text"] for summary in summaries.values() if summary["last"]}) > 1
+    if not is_other_text and len({entry.get("eval_tokens") for entry in newest}) > 1:
+        for entry in newest:  # finished runs scored the whole split, others a sample
             entry.update(comparable_scores(entry))
     runs = dict(sorted(summaries.items(), key=lambda item: item[1]["last"].get("eval_bits_per_byte", math.inf)))
     values: dict[str, set[str]] = {}
@@ -55,7 +56,6 @@ def main(arguments: list[str]) -> None:
     setting_names = [name for name in values if len(values[name]) > 1 and name not in IGNORED_SETTINGS]
     if sys.stdout.isatty():  # narrow: the names of a sweep's runs contain the settings
         setting_names = [name for name in setting_names if not all(f"{name}=" in run_name for run_name in runs)]
-    is_other_text = len({run["text"] for run in runs.values() if run["last"]}) > 1
     table = environment().get_template("comparison.md.j2")
     page = table.render(runs=runs, setting_names=setting_names, is_other_text=is_other_text)
     Console().print(TerminalPage(page)) if sys.stdout.isatty() else print(page)

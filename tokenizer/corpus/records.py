@@ -21,7 +21,7 @@ LONGEST_RECORD = 128 << 20  # bytes; a jsonl line or a json file must fit in mem
 BATCH_BYTES = 4 << 20  # bytes read from a parquet file at a time
 TEXT_COLUMNS, CHAT_COLUMNS = ("text", "content"), ("messages", "conversations")
 NUMBER = re.compile(r"[-+.,\d]+(e[-+]?\d+)?%?|nan|inf", re.IGNORECASE)
-QUOTED = re.compile('"[^"]*"')
+ENCLOSED = re.compile(r'"[^"]*"|\([^)]*\)')  # in quotes or parentheses
 Records = Iterator[tuple[dict[str, Any] | None, dict[str, int]]]
 
 
@@ -82,7 +82,7 @@ def _csv(part: ByteRange) -> Records:
     with io.TextIOWrapper(files.opened(part.path, part.limit), "utf-8-sig", "surrogateescape", newline="") as file:
         lines = _lines(file, part)
         header = next(lines, "")
-        delimiter = next((mark for mark in "\t,;" if mark in QUOTED.sub("", header)), ",")
+        delimiter = max(",\t;", key=ENCLOSED.sub("", header).count)
         if delimiter == "\t":
             lines = _with_quotes(lines, header.count("\t"))
         reader = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=delimiter != "\t")

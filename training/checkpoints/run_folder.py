@@ -69,14 +69,6 @@ class RunArguments:
     def folder(self) -> "RunFolder":
         return RunFolder(self.output_dir)
 
-    @property
-    def discards(self) -> bool:
-        """True if the command discards steps of the run in its folder: all, or those after one of its checkpoints. The
-        same command again does not resume."""
-        source = Path(self.resume_from_checkpoint or "").resolve()  # it may be deleted during the run
-        is_own = is_checkpoint(source) and source.parent == self.folder.checkpoints.resolve()
-        return self.overwrite_output_dir or is_own
-
     def problems(self) -> Iterator[str]:
         if not may_hold_run(self.folder):
             yield f"{self.output_dir} exists and is not a run folder; use another --output_dir."

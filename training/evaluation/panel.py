@@ -37,7 +37,8 @@ class HeldOut:
     def __init__(self, store: TokenStore, limit: int | None):
         """`limit` is the number of evenly spaced documents to use, or None for all."""
         tokens, offsets, rust = store.memory_map("val"), store.offsets("val"), store.load_tokenizer().backend_tokenizer
-        self.rules = rules(store.load_tokenizer())
+        own = store.load_tokenizer()
+        self.rules, self.is_chat = rules(own), own.chat_template is not None
         ends = offsets[1:] - (store.metadata.eos_token_id is not None)
         number = len(ends) if limit is None else min(limit, len(ends))
         indices = np.linspace(0, len(ends) - 1, number).astype(np.int64)
@@ -52,7 +53,7 @@ class HeldOut:
         """Encode the text. Raise a `UserError` if the tokenizer cannot represent all of it. The store's own tokenizer
         encodes the control tokens of chats; for others, they are text."""
         rust = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        rust.encode_special_tokens = rules(tokenizer) != self.rules
+        rust.encode_special_tokens = not self.is_chat or rules(tokenizer) != self.rules
         rust.no_truncation()
         rust.no_padding()
         unknown = getattr(rust.model, "unk_token", None)

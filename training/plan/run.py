@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from pathlib import Path
 from shlex import quote
 
 from accelerate import Accelerator
@@ -11,7 +12,7 @@ from common.errors import UserError, counted, disk_errors
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.backup import Backup
 from training.checkpoints.metrics import read_events
-from training.checkpoints.run_folder import RunArguments, RunFolder, begin, find_checkpoint, run_of
+from training.checkpoints.run_folder import RunArguments, RunFolder, begin, find_checkpoint, is_checkpoint, run_of
 from training.checkpoints.status import record, starts_in_force, write_status
 from training.data.run_data import RunData
 from training.evaluation.sampling import SamplingArguments
@@ -61,7 +62,7 @@ def _write_beginning(run: Run, arguments: RunArguments, config: str, estimate: d
         folder.checkpoints.mkdir(exist_ok=True)
     if run.backup is not None:
         is_rolled_back = "passed_over" in restarted()
-        run.backup.begin(start.step, may_replace=arguments.discards or is_rolled_back)
+        run.backup.begin(start.step, may_replace=discards_steps(run, arguments) or is_rolled_back)
         if own_checkpoint is not None:
             run.backup.submit()
     write_status(folder.status, "running", start.step)
@@ -75,6 +76,15 @@ def _write_beginning(run: Run, arguments: RunArguments, config: str, estimate: d
     if facts := restarted():
         details["because"] = facts["because"]
     record(folder.events, "begun" if start.checkpoint is None else "resumed", start.step, **details)
+
+
+def discards_steps(run: Run, arguments: RunArguments) -> bool:
+    """Return whether the command discards steps of the run in its folder or backup: all, or those after a checkpoint.
+    The same command again does not resume."""
+    source = Path(arguments.resume_from_checkpoint or "").resolve()  # it may be deleted during the run
+    folders = [run.folder] if run.backup is None else [run.folder, run.backup.there]
+    is_own = is_checkpoint(source) and source.parent in [folder.checkpoints.resolve() for folder in folders]
+    return arguments.overwrite_output_dir or is_own
 
 
 def choose_best_model(run: Run) -> None:
@@ -101,7 +111,7 @@ def print_end(run: Run, arguments: RunArguments, step: int, reason: str | None) 
     """Print the next commands. `reason` is why the run stopped after `step` steps, or None if it is finished."""
     say, folder, path = printer(run.accelerator), run.folder, quote(str(run.folder.path))
     if reason is not None:
-        command = "run" + " the same command again, or" * (not arguments.discards)
+        command = "run" + " the same command again, or" * (not discards_steps(run, arguments))
         command += f":\n  {launch_command()} --resume_from_checkpoint {path}"
         resume = (
             f"To resume, {command}" if folder.newest_step() else "The same command starts the run from the beginning."

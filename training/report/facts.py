@@ -139,7 +139,7 @@ def summarize_run(folder: RunFolder) -> dict[str, Any]:
     end = datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if entries and state == "running" else None
     run = {"entries": entries, "last": newest, "state": state, "hours": hours(events, end)}
     run["settings"] = {"hourly_price": None, "max_steps": None} | settings
-    return run | {"planned": estimates[-1]["steps"], "text": (str(data.get("val")), settings.get("max_eval_samples"))}
+    return run | {"planned": estimates[-1]["steps"], "text": str(data.get("val"))}
 
 
 def evenly(items: list[Any], limit: int) -> list[Any]:

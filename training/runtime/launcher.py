@@ -37,7 +37,7 @@ def launch_command() -> str:
     options = f" --config_file launch/{file.name}" if file.parent.name == "launch" else ""
     if processes != "1" or options or launcher_option("num_processes"):  # without a number, all GPUs
         options += f" --num_processes {processes}"
-    for name in ("main_process_ip", "main_process_port", "machine_rank"):
+    for name in ("num_machines", "machine_rank", "main_process_ip", "main_process_port"):
         options += f" --{name} {value}" if (value := launcher_option(name)) else ""
     return f"accelerate launch --quiet{options} train_accelerate.py"
 
