@@ -6,7 +6,6 @@ import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -74,9 +73,10 @@ def write_onnx(
     ids, context = reference.text, model.config.n_positions
     P, N = min(PROMPT if reference.windows else 1, context // 2), min(CONTINUATION, context - context // 2)
     prompts = ids.flatten().unfold(0, P, 1)[torch.linspace(0, ids.numel() - P, TEXTS).long()]
-    plain = GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=N)
-    with patch.object(model, "generation_config", plain):  # without the model's own settings
-        texts = model.generate(prompts, attention_mask=torch.ones_like(prompts))  # (TEXTS, P + N)
+    own_settings = model.generation_config
+    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=N)
+    texts = model.generate(prompts, attention_mask=torch.ones_like(prompts))  # (TEXTS, P + N)
+    model.generation_config = own_settings
     sample = ids if reference.windows else texts
     model_loss = float(np.mean([model(row[None], labels=row[None]).loss.item() for row in sample]))
     common = {"texts": TEXTS, "tokens": sample[:, 1:].numel(), "model_loss": model_loss}
