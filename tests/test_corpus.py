@@ -269,7 +269,7 @@ def test_quotes_and_separators_of_tables(tmp_path):
 
 
 def test_column_names_are_printed_on_one_line(tmp_path):
-    path = write(tmp_path / "a.csv", '"the\nquestion",answer\none,two,and more\n')
+    path = write(tmp_path / "a.csv", '"the\nquestion",answer\none,two\n')
     assert "its columns are the question, answer: choose one with --text_column." in refusal(path)
     assert documents(path, text_column="the\nquestion") == ["one"]
     for name in ("a", "b"):  # the error names all files without a clear text column

@@ -102,11 +102,13 @@ def test_text_of_record_fields(tmp_path, name, content, expected):
     assert documents(write(tmp_path / name, content)) == expected
 
 
-def test_short_csv_rows_are_counted_and_long_ones_read(tmp_path):
-    rows = [*(f"{i},text {i}" for i in range(200)), "short", "long,text,more,,"]
-    texts, counts = read(write(tmp_path / "a.csv", "\n".join(["id,text", *rows])))
-    assert texts == [*(f"text {i}" for i in range(200)), "text"]
-    assert (counts.empty_records, counts.first["empty_records"]) == (1, {str(tmp_path / "a.csv"): [1, {"line": 202}]})
+def test_csv_rows_with_too_few_or_too_many_values_are_counted(tmp_path):
+    rows = [*(f"{i},text {i}" for i in range(200)), "short", "a text, and more", "long,text,,"]
+    texts, counts = read(write(tmp_path / "a.csv", "\n".join(["id,text", *rows, "1,a text, and more"])))
+    assert texts == [*(f"text {i}" for i in range(200)), " and more", "text"]
+    assert (counts.empty_records, counts.first["empty_records"]) == (2, {str(tmp_path / "a.csv"): [2, {"line": 202}]})
+    texts, _ = read(write(tmp_path / "a.tsv", "text\nHello, world; how are you\n"))
+    assert texts == ["Hello, world; how are you"]
 
 
 def test_invalid_bytes_and_surrogates_in_records_are_replaced_and_counted(tmp_path):

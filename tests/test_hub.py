@@ -383,4 +383,4 @@ def test_missing_network_is_reported_in_one_sentence_and_the_cache_is_used_witho
     for hint, line in zip(hints.values(), lines[:3], strict=True):
         assert line.startswith("me/other is not a local path, ")
         assert hint in line
-        assert line.endswith("the Hub cannot be reached (http://127.0.0.1:9: [Errno 111] Connection refused).")
+        assert "the Hub cannot be reached (http://127.0.0.1:9: [Errno 111] Connection refused)" in line

@@ -9,6 +9,7 @@ import pytest
 import conftest
 from conftest import REPOSITORY, assert_one_sentence, contents, trained
 from tokenizer import pretokenize
+from tokenizer.build import export
 from tokenizer.store.store import TokenStore
 
 
@@ -27,6 +28,10 @@ def test_command_imports_train_and_val_files_of_nanogpt(store, flags, tmp_path):
         assert imported[name] == original[name], name
     metadata = TokenStore(tmp_path / "x").metadata
     assert (metadata.train, metadata.val) == (store.metadata.train, store.metadata.val)
+    card = (export.to_parquet(TokenStore(tmp_path / "x")) / "README.md").read_text()
+    command = "--import_tokens train.bin --dtype uint16 --val val.bin --tokenizer tokenizer.json\n"
+    assert f"\n    python -m tokenizer.pretokenize {command}" in card
+    assert str(tmp_path) not in card
     assert (trained(TokenStore(tmp_path / "x"), tmp_path / "run", max_steps=2) / "model" / "config.json").is_file()
 
 

@@ -251,6 +251,15 @@ def test_characters_beyond_the_limit_are_not_read(tmp_path, monkeypatch):
     limit = ("--max_bytes", "10KB", "--tokenizer_type", "character")
     pretokenize("--input", tmp_path / "a.txt", "--output", tmp_path / "a", *limit, "--num_proc", 2)
     assert TokenStore(tmp_path / "a").metadata.vocab_size == len(set("some words\n"))
+    lines = ["\x01\n" if number % 3 else f"line {number} ends\n" for number in range(90)]
+    (tmp_path / "b.txt").write_text("".join(lines), encoding="utf-8")
+    limit = ("--max_documents", "20", "--tokenizer_type", "character", "--sample_by", "line")
+    pretokenize("--input", tmp_path / "b.txt", "--output", tmp_path / "b", *limit)
+    counts = TokenStore(tmp_path / "b").metadata.counts
+    assert (counts["documents"], counts["blank"]) == (20, 38)  # cleaning makes the other lines blank
+    (tmp_path / "c.txt").write_text("acgt" * 2000, encoding="utf-8")  # no place to cut
+    pretokenize("--input", tmp_path / "c.txt", "--output", tmp_path / "c", "--max_bytes", "5KB", *SMALL)
+    assert TokenStore(tmp_path / "c").metadata.counts["bytes"] == 5000
 
 
 def saved(folder: Path, **splits: list[str]) -> Path:

@@ -174,7 +174,7 @@ def test_store_without_read_permission_is_refused(finished, name):
     (finished / name).chmod(0o700)
 
 
-def test_damage_is_reported_together_and_missing_metadata_means_unfinished(finished):
+def test_damage_is_reported_together_and_missing_metadata_has_a_remedy(finished):
     (finished / "val.bin").unlink()
     shorten(finished / "train.bin", 2)
     assert len(error_of(TokenStore, finished).splitlines()) == 2
@@ -182,7 +182,9 @@ def test_damage_is_reported_together_and_missing_metadata_means_unfinished(finis
     assert_user_error(r"newer version .* \(format 3; this version reads formats up to 2\)", TokenStore, finished)
     (finished / "metadata.json").unlink()
     assert not TokenStore.is_store(finished)
-    assert_user_error(r"is an unfinished token store.*python -m tokenizer\.pretokenize --input", TokenStore, finished)
+    assert_user_error(
+        r"has token ids, but no metadata.json: copy the whole token store, .* --import_tokens", TokenStore, finished
+    )
 
 
 ADVICE = {"empty": "empty --output data/empty", "nowhere": "TEXT --output nowhere", "file": "file --output data/file"}

@@ -311,11 +311,12 @@ def test_existing_tokenizer_is_used_unchanged_and_another_vocab_size_refused(tmp
     sentence = rf"vocab_size is 999 but .* {size} tokens; set --vocab_size {size}"
     assert_user_error(sentence, build, recipe.vocabulary, recipe.existing_tokenizer, lambda: [PROSE])
     content = json.loads((path := tmp_path / "theirs" / "tokenizer.json").read_text())
-    content["model"]["vocab"]["zz"] = 2**31
-    path.write_text(json.dumps(content))
-    recipe = Recipe(["any"], vocabulary=VocabularyArguments(tokenizer=str(tmp_path / "theirs")))
-    sentence = "theirs has 281 tokens, but the id 2,147,483,648; use another tokenizer"
-    assert_user_error(sentence, build, recipe.vocabulary, recipe.existing_tokenizer, lambda: [PROSE])
+    for id in (300, 2**31):
+        content["model"]["vocab"]["zz"] = id
+        path.write_text(json.dumps(content))
+        recipe = Recipe(["any"], vocabulary=VocabularyArguments(tokenizer=str(tmp_path / "theirs")))
+        sentence = f"theirs has 281 tokens, but the id {id:,}; use another tokenizer"
+        assert_user_error(sentence, build, recipe.vocabulary, recipe.existing_tokenizer, lambda: [PROSE])
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"model": {}, "added_tokens": []}'])

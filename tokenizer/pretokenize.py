@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -60,7 +61,9 @@ class PretokenizeArguments:
         maximum=1000,
     )
     seed: int = setting(SEED, "Seed for selecting validation documents.", minimum=-(10**30), maximum=10**30)
-    num_proc: int | None = setting(None, "Worker processes; by default one per core.", minimum=1, maximum=1024)
+    num_proc: int | None = setting(
+        None, "Worker processes; by default at most one per core.", minimum=1, maximum=1024
+    )
     shard: str | None = setting(
         None, "Process only shard i of n, given as i/n with i from 0 to n - 1; run once with --merge afterwards."
     )
@@ -90,7 +93,7 @@ class PretokenizeArguments:
         return Recipe(self.input, *parts, self.seed, self.weights)
 
 
-def check(options: PretokenizeArguments, ids: ImportArguments, *parts) -> None:
+def check(given: dict[str, GivenDataset], options: PretokenizeArguments, ids: ImportArguments, *parts) -> None:
     """Raise a `UserError` with all problems that can be found before the text is read, one per line."""
     if options.list:
         return
@@ -109,7 +112,7 @@ def check(options: PretokenizeArguments, ids: ImportArguments, *parts) -> None:
                 "before it."
             )
         if problems.sentences:  # only if this check fails: otherwise `build` finds the text
-            problems.add_of(Corpus, [options.input, parts[0]])
+            problems.add_of(partial(Corpus, given=given), [options.input, parts[0]])
     problems.refuse()
 
 
@@ -120,10 +123,10 @@ def _names_of_text(*parts) -> list[str]:
     return [name for part, name in pairs if getattr(part, name) != getattr(type(part)(), name)]
 
 
-def parse(arguments: list[str]) -> tuple:
+def parse(arguments: list[str], given: dict[str, GivenDataset]) -> tuple:
     kinds = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
     parser = FlagParser((PretokenizeArguments, ImportArguments, *kinds), __doc__.splitlines()[0], main=MAIN)
-    return parser.parse(arguments, check=check)
+    return parser.parse(arguments, check=partial(check, given))
 
 
 def build(options: PretokenizeArguments, ids: ImportArguments, recipe: Recipe) -> TokenStore | None:
@@ -156,8 +159,9 @@ def pretokenize(data: Any, output: str | Path, **settings: Any) -> TokenStore | 
             item = dataset.name
         inputs.append(str(item))
     flags = {"input": inputs, "output": str(output)} | settings
-    words = [[f"--{name}", *map(str, _listed(value))] for name, value in flags.items() if value is not None]
-    options, ids, *parts = parse([word for flag in words for word in flag])
+    flags = {name: value for name, value in flags.items() if value is not None and (value != [] or name == "cleaning")}
+    words = [[f"--{name}", *map(str, _listed(value))] for name, value in flags.items()]
+    options, ids, *parts = parse([word for flag in words for word in flag], datasets)
     return build(options, ids, replace(options.recipe(*parts), given=datasets))
 
 
@@ -175,7 +179,7 @@ sys.modules[__name__].__class__ = _CallableModule
 
 
 def main(arguments: list[str]) -> None:
-    options, ids, *parts = parse(arguments)
+    options, ids, *parts = parse(arguments, {})
     if options.list:
         print("\n".join(listed()))
     else:

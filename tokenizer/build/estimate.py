@@ -39,11 +39,11 @@ class Estimate:
 class SampledCorpus(Corpus):
     """Evenly spread sample of the files of one input. `size` counts all; `text_sizes`, after `units`, the sample."""
 
-    quota = sample_size = 0.0  # bytes of files so far
+    quota = sample_size = skipped_size = 0.0  # bytes of files so far
 
     def units(self) -> list[Unit]:
         parts = [part for unit in super().units() for part in unit.ranges]
-        self.text_sizes = [self.text_size * self.sample_size / self.size]
+        self.text_sizes = [self.text_size * self.sample_size / (self.size - self.skipped_size or 1)]
         number = math.ceil(len(parts) / cores()) or 1  # keep all processes busy, as with the whole text
         return [Unit(1.0, tuple(parts[i : i + number])) for i in range(0, len(parts), number)]
 
@@ -51,7 +51,12 @@ class SampledCorpus(Corpus):
         """Return the parts of a file to sample, about `quota` bytes.
         Plain text and jsonl: chunks, including the first and last. Parquet: rows of row groups. Others: the head."""
         self.quota += file.size * SAMPLE_BYTES / self.text_size
-        parts = [part for _, part in super()._ranges(file)] if self.quota > 0 else []
+        try:
+            parts = [part for _, part in super()._ranges(file)] if self.quota > 0 else []
+        except UserError:  # the file is skipped
+            self.quota -= file.size * SAMPLE_BYTES / self.text_size
+            self.skipped_size += file.size
+            raise
         if not parts:
             return []
         part = parts[0]
@@ -117,8 +122,8 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
         planning_seconds, work_seconds = times[1] - times[0], time.perf_counter() - times[1]
     metadata, counts = store.metadata, store.metadata.counts
     if dataset is None:
-        factor = corpus.size / corpus.sample_size
-        amount = f"{corpus.sample_size / 1e6:,.0f} of {corpus.size / 1e6:,.0f} MB"
+        size = corpus.size - corpus.skipped_size
+        factor, amount = size / corpus.sample_size, f"{corpus.sample_size / 1e6:,.0f} of {size / 1e6:,.0f} MB"
     elif counts["bytes"] < 0.9 * SAMPLE_BYTES:  # a cut text ends at the last place to cut before the limit
         return None
     else:

@@ -156,10 +156,16 @@ def _public(source: str) -> str:
 def _public_command(metadata: Metadata) -> str:
     """Return the command with all settings that differ from the defaults."""
     usual = Recipe(metadata.sources).settings()
-    parts = ["python", "-m", "tokenizer.pretokenize", "--input", *map(_public, metadata.sources)]
+    is_text = "import_tokens" not in metadata.settings
+    parts = [
+        "python",
+        "-m",
+        "tokenizer.pretokenize",
+        *(["--input", *map(_public, metadata.sources)] if is_text else []),
+    ]
     for name, value in metadata.settings.items():
-        if name not in NO_FLAGS and value != usual.get(name):
+        if name not in NO_FLAGS and value != usual.get(name) and value != []:
             values = value if isinstance(value, list) else [] if value is True else [value]
-            of_this_machine = name in ("tokenizer", "chat_template")
+            of_this_machine = name in ("tokenizer", "chat_template", "import_tokens", "val")
             parts += [f"--{name}", *(_public(item) if of_this_machine else str(item) for item in values)]
     return shlex.join(parts)

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 
 from common import schema
 from common.errors import Problems, UserError, counted, disk_errors, require_room
+from common.memory import free_memory
 from common.progress import Progress
 from common.removal import MARK, discard, is_marked, mark, renew
 from tokenizer.build import report
@@ -28,10 +29,10 @@ from tokenizer.build.recipe import Recipe
 from tokenizer.build.worker import DocumentSettings, Part, StorePlan, Workers, done_parts
 from tokenizer.cleaning import cleaning
 from tokenizer.cleaning.dedup import MinHasher
-from tokenizer.corpus.chat import CHATML_TOKENS, ChatTemplate
+from tokenizer.corpus.chat import CHATML, CHATML_TOKENS, ChatTemplate
 from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit
 from tokenizer.corpus.file_finder import TextFile
-from tokenizer.corpus.files import TOLERATED_SHARE
+from tokenizer.corpus.files import TOLERATED_SHARE, is_packed
 from tokenizer.corpus.hub import open_dataset
 from tokenizer.corpus.named_data import find, licenses
 from tokenizer.corpus.units import UNIT_BYTES, Corpus, Unit, stream
@@ -45,6 +46,7 @@ WORK_FILES = (
     *(f"store/{name}" for name in STORE_FILES),
 )
 SAMPLED_UNITS = 4096  # maximum number of units to train a tokenizer on
+WORKER_BYTES = 300_000_000  # of memory for one process, with a margin
 ESTIMATED_FROM = 1 << 16  # characters that are tokenized to estimate the size of the store
 
 
@@ -133,7 +135,9 @@ def _changes(old_settings: dict[str, Any], old_inputs: list, settings: dict[str,
 
 
 def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """Return the number of cores, or of processes for which there is memory."""
+    number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(number, free_memory() // WORKER_BYTES))
 
 
 def _locked(folder: Path, suffix: str, wait: bool) -> AbstractContextManager:
@@ -261,6 +265,11 @@ class StoreBuilder:
             raise UserError("The text has chats, but no chat template is known; give --chat_template chatml or a file.")
         if tokenizer is not None:
             special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+            if source == CHATML and not {*CHATML_TOKENS} <= {*special}:  # no token would end a turn
+                raise UserError(
+                    f"The tokenizer {arguments.tokenizer} lacks {' and '.join(CHATML_TOKENS)}, which end the turns of "
+                    "chatml; train the model on chats with python -m examples.finetune_chat, which adds them."
+                )
             return source, special, tokenizer.special_tokens_map
         if arguments.tokenizer_type == "character":
             raise UserError("Chats need control tokens, but a character tokenizer has none; leave out tokenizer_type.")
@@ -305,7 +314,8 @@ class StoreBuilder:
         limit_of_validation = limit.of_validation(self.recipe.corpus.validation_fraction)
         parts = self.do_units([0], limit_of_validation) if any(unit.val for unit in self.plan.units) else []
         is_serial = encode.is_character(self.rust)  # it lacks the characters beyond the limit: none of them may be read
-        batch = 1 if any(self.corpus.hub) or limit.bytes == math.inf else math.ceil(limit.bytes / UNIT_BYTES)
+        is_of_any_size = any(self.corpus.hub) or any(is_packed(file.path) for file in self.corpus.all_files)
+        batch = 1 if is_of_any_size or limit.bytes == math.inf else math.ceil(limit.bytes / UNIT_BYTES)
         while len(parts) < total:
             units = range(len(parts), min(len(parts) + (1 if is_serial else batch), total))
             # No unit has more than the limit.
@@ -440,7 +450,8 @@ class Sample:
     def __init__(self, units: list[Unit], settings: DocumentSettings, arguments: VocabularyArguments, corpus: Corpus):
         self.settings = settings
         self.is_all = arguments.tokenizer_type == "character" or corpus.most_bytes <= arguments.sample_bytes
-        step = max(1, corpus.text_size // arguments.sample_bytes, len(units) // SAMPLED_UNITS)
+        size = int(min(corpus.text_size, len(units) * UNIT_BYTES))  # less than the text if a packed file is one unit
+        step = max(1, size // arguments.sample_bytes, len(units) // SAMPLED_UNITS)
         limit = corpus.arguments.limit
         if limit != NO_LIMIT:  # the sample is the beginning: how far the text extends over the units is not known
             step, limit = 1, limit if self.is_all else limit._replace(bytes=min(limit.bytes, arguments.sample_bytes))
@@ -456,7 +467,12 @@ class Sample:
         for unit in self.units:
             reader = self.settings.reader(limit_of_validation if unit.val else limit)
             for piece in stream([unit], reader):
-                if text := cleaner(piece["text"], whole=piece["starts_document"] and piece["ends_document"]):
+                is_whole = piece["starts_document"] and piece["ends_document"]
+                text = cleaner(piece["text"], whole=is_whole)
+                if is_whole and text is not None and not text.strip():  # as in the store
+                    reader.counts.documents -= 1
+                    reader.counts.blank += 1
+                elif text:
                     yield text
                 if reader.counts.bytes > self.bytes_of_unit:
                     break

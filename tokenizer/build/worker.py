@@ -306,8 +306,8 @@ class Workers:
                 on_part(part.result())
         except BrokenProcessPool as error:
             raise UserError(
-                "A worker process was killed, often because memory ran out. The same command resumes; with "
-                "--num_proc 1 it uses the least memory."
+                "A worker process was killed, often because memory ran out. The same command resumes; python -m "
+                "tokenizer.pretokenize with --num_proc 1 uses the least memory."
             ) from error
 
     def close(self) -> None:

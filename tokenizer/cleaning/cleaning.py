@@ -46,7 +46,8 @@ class CleaningArguments:
     cleaning: list[str] = setting(
         ["normalize"],
         "Cleaning stages, applied in this order: `normalize` (NFC, line endings, control characters); one of `lenient` "
-        "(also invisible characters), `balanced` (also markup and ruler lines) or `strict` (plain prose only); "
+        "(invisible characters), `balanced` (also markup and ruler lines) or `strict` (plain prose only), which expect "
+        "normalized text; "
         "`quality` (drops documents that are not running text). `none`, alone, changes nothing.",
     )
 

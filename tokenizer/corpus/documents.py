@@ -168,7 +168,7 @@ class Reader:
             size, remainder = len(text) if text.isascii() else len(text.encode()), self.limit.after(self.counts)
             if size > remainder.bytes:
                 text = text.encode()[: int(remainder.bytes)].decode(errors="ignore")
-                text = text[: last_cut(text, 0)]
+                text = text[: last_cut(text, 0) or (0 if self.counts.bytes else len(text))]
                 piece = piece._replace(text=text, ends_document=True, control=None)
                 size, self.is_cut = len(text.encode()), True
             if starts and (remainder.documents < 1 or (self.is_cut and not text)):

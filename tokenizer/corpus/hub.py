@@ -96,7 +96,10 @@ class HubDataset:
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
         if (reason := unreachable()) is not None:
-            raise UserError(f"{self.name} is not a local path, and the Hub cannot be reached ({reason}).")
+            raise UserError(
+                f"{self.name} is not a local path, and the Hub cannot be reached ({reason}); if you have a "
+                "token store of it, name that folder (data/...)."
+            )
         reasons = {
             RepositoryNotFoundError: "has no such dataset, or it is private: log in with `hf auth login`",
             GatedRepoError: "requires that you accept its conditions: open its page, then log in with `hf auth login`",

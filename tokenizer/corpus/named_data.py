@@ -76,7 +76,9 @@ def files_of(entry: str) -> dict[Path, bool] | None:
     files = packages.text_files(data.package, data.files, data.exclude)
     if not files:
         raise UserError(f"{entry} is text of {data.package}, which is not installed: run `{data.install}`.")
-    return {path: not {*data.held_out}.isdisjoint(path.parts) for path in files}
+    # Only parts of the path inside of site-packages or dist-packages: a user may have a package's name.
+    parts = {path: path.as_posix().rpartition("-packages/")[2].split("/") for path in files}
+    return {path: not {*data.held_out}.isdisjoint(parts[path]) for path in files}
 
 
 def licenses(entries: list[str]) -> dict[str, str]:

@@ -82,7 +82,7 @@ def _csv(part: ByteRange) -> Records:
     with io.TextIOWrapper(files.opened(part.path, part.limit), "utf-8-sig", "surrogateescape", newline="") as file:
         lines = _lines(file, part)
         header = next(lines, "")
-        delimiter = max(",\t;", key=ENCLOSED.sub("", header).count)
+        delimiter = max("\t,;" if files.suffix(part.path) == ".tsv" else ",\t;", key=ENCLOSED.sub("", header).count)
         if delimiter == "\t":
             lines = _with_quotes(lines, header.count("\t"))
         reader = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=delimiter != "\t")
@@ -96,6 +96,8 @@ def _csv(part: ByteRange) -> Records:
                         return
                     raise ValueError(f"{error}, in line {reader.line_num + 1:,}") from error
                 record = None
+            if record and any(value.strip() for value in record.get(None, [])):
+                record = None  # more values than columns: a separator within an unquoted text
             yield record, {"line": reader.reader.line_num}
 
 

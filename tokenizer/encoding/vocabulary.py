@@ -300,8 +300,11 @@ def _from_file(path: Path) -> "PreTrainedTokenizerFast":
 
 
 def check_ids(tokenizer: "PreTrainedTokenizerBase | SavedTokenizer", name: object) -> None:
-    """Raise a `UserError` if an id is far above the number of tokens: tables have an entry for each id. Gaps occur."""
-    if (largest := max(tokenizer.backend_tokenizer.get_vocab().values(), default=-1)) >= len(tokenizer) + LARGEST_GAP:
+    """Raise a `UserError` if a text may have an id that is not below the number of tokens, or another id is far above
+    it: tables have an entry for each id."""
+    vocabularies = map(tokenizer.backend_tokenizer.get_vocab, (False, True))
+    of_text, largest = (max(vocabulary.values(), default=-1) for vocabulary in vocabularies)
+    if max(of_text, tokenizer.eos_token_id or 0) >= len(tokenizer) or largest >= len(tokenizer) + LARGEST_GAP:
         raise UserError(f"{name} has {len(tokenizer):,} tokens, but the id {largest:,}; use another tokenizer.")
 
 

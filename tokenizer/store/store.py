@@ -241,12 +241,15 @@ def read_metadata(folder: Path) -> Metadata:
     if not TokenStore.is_store(folder):
         if folder.name.endswith(PACKED_STORE) and folder.is_file():
             raise UserError(f"{folder} is a packed token store; unpack it with {unpack_command(folder)}.")
-        is_unfinished = folder.is_dir() and any((folder / f"{split}.bin").exists() for split in SPLITS)
-        noun = "an unfinished token store" if is_unfinished else "not a token store"
-        text = folder if folder.exists() and not is_unfinished else "TEXT"
+        if folder.is_dir() and any((folder / f"{split}.bin").exists() for split in SPLITS):
+            raise UserError(
+                f"{folder} has token ids, but no metadata.json: copy the whole token store, or convert ids of another "
+                "program with `python -m tokenizer.pretokenize --import_tokens`."
+            )
+        text = folder if folder.exists() else "TEXT"
         output = f"data/{folder.resolve().stem}" if folder.exists() else folder  # a store is written to a new folder
         raise UserError(
-            f"{folder} is {noun}: it has no metadata.json. Create a store with "
+            f"{folder} is not a token store: it has no metadata.json. Create a store with "
             f"`python -m tokenizer.pretokenize --input {text} --output {output}`."
         )
     try:
