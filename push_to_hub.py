@@ -105,7 +105,10 @@ def publish(
     for name, size in [*sizes.items(), ("total", sum(sizes.values()))]:
         print(f"  {size:>15,} bytes  {name}", flush=True)
     if dry_run:
-        print(f"Not uploaded (--dry_run): {hub} would be uploaded to {repository.id}{as_branch}.")
+        name = hub if repository.branch is None else "it"
+        print(f"Not uploaded (--dry_run): {name} would be uploaded to {repository.id}{as_branch}.")
+        if repository.branch is not None:
+            discard(hub, HUB_FILES)
         return None
     commit = upload(hub, repository)
     with tempfile.TemporaryDirectory() as cache:

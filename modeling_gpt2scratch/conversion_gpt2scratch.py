@@ -315,9 +315,13 @@ def convert(source: str | Path, destination: str | Path, to: str = "gpt2scratch"
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """Save a model and its tokenizer. Transformers 4.57 and 5 both read the tokenizer of a native twin: version 5
-    writes a class and a field that 4.57 does not know."""
+    """Save a model and its tokenizer. Transformers 4.57 and 5 both read a native twin: version 5 writes a class and
+    fields that 4.57 does not know."""
     model.save_pretrained(folder)
+    if (rope := getattr(model.config, "rope_parameters", None)) and model.config.model_type != "gpt2scratch":
+        path, scaling = folder / CONFIG, {name: value for name, value in rope.items() if name != "rope_theta"}
+        old = {"rope_theta": rope["rope_theta"], "rope_scaling": scaling if rope["rope_type"] != "default" else None}
+        path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | old, indent=2), encoding="utf-8")
     if tokenizer is None:
         return
     tokenizer.save_pretrained(folder)
@@ -327,6 +331,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, fold
         for name in ("backend", "is_local", "local_files_only"):
             config.pop(name, None)
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        config["model_input_names"] = ["input_ids", "attention_mask"]  # 4.57 would add token_type_ids
         if isinstance(config.get("extra_special_tokens"), list):
             config["additional_special_tokens"] = config.pop("extra_special_tokens")
         path.write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -9,6 +9,7 @@ import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other impor
 import copy
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -32,6 +33,7 @@ from common.limits import setting
 from common.removal import FILE_MARK, refuse_replacing
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from modeling_gpt2scratch.conversion_gpt2scratch import XIELU, native_kind, to_apertus, with_biases
+from modeling_gpt2scratch.prompts import turn_end
 from tokenizer.encoding import encode, vocabulary
 from tokenizer.encoding.encode import byte_level_alphabet, is_plain
 from training.checkpoints.loading import find_model, load_own_model, model_errors
@@ -231,6 +233,9 @@ def _add_vocabulary(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int)
     writer.add_add_bos_token(False)
     if tokenizer.chat_template:
         writer.add_chat_template(tokenizer.get_chat_template())
+        with suppress(Exception):  # the template does not render a chat
+            if (end := turn_end(tokenizer)) not in (None, eos):
+                writer.add_eot_token_id(end)
     return eos == vocab_size
 
 

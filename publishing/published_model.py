@@ -64,7 +64,7 @@ class PublishedModel:
     tokenizer: PreTrainedTokenizerBase
     training: Training | None  # None for a folder without a run
     facts: dict[str, Any] | None  # of report.json, or None if there is a page that a person wrote
-    metadata: dict[str, Any]  # of the README.md of a folder without a run
+    metadata: dict[str, Any]  # of the page that a person wrote
     sections: dict[str, str]  # of the page that a person wrote, by heading
     evaluation: dict[str, Any]  # results of evaluate.py for these weights
     harness: list[EvalResult]  # results of lm-eval for these weights, oldest first
@@ -94,7 +94,7 @@ class PublishedModel:
             tokenizer=tokenizer,
             training=_training(run, folder) if run is not None else None,
             facts=facts,
-            metadata=metadata if run is None else {},
+            metadata=metadata,
             sections=sections,
             evaluation=evaluation_of(home, folder) or {},
             harness=_harness_results(home, folder),
@@ -155,7 +155,7 @@ def in_short(number: int) -> str:
 
 
 def _training(run: RunFolder, checkpoint: Path) -> Training:
-    state, config = checkpoints.load_state(checkpoint), read_config(["--config", str(run.config)])
+    state, config = checkpoints.load_state(checkpoint), read_config(["--resume_from_checkpoint", str(run.path)])
     validations = {entry["step"]: entry for entry in read_metrics(run.metrics) if "eval_loss" in entry}
     return Training(
         step=state.position.step,

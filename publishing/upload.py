@@ -5,6 +5,7 @@ Large files are sent before the commit that adds them. After an interruption the
 arrived are not sent again. (`upload_folder` makes several commits if Xet is installed.)
 """
 
+import errno
 import filecmp
 import json
 import re
@@ -29,6 +30,7 @@ TOKENS = "https://huggingface.co/settings/tokens"
 SIGNATURE = (
     "<!-- Written by push_to_hub.py, which replaces this page at each push. Delete this line to keep your changes. -->"
 )
+NEW_SPACE = {".gitattributes", "README.md", "index.html", "style.css"}  # files that the Hub itself writes
 SIGNATURE_PATTERN = re.compile("<!-- Written by push_to_hub.py, which .*-->")  # also matches lines of older versions
 
 
@@ -70,10 +72,13 @@ def check_access(repository: Repository) -> None:
                 f"{' or '.join(names)}, or log in with `hf auth login`."
             )
         try:
-            is_public = not hub.repo_info(repo_id, repo_type=repository.type).private
+            info = hub.repo_info(repo_id, repo_type=repository.type)
         except RepositoryNotFoundError:
             return
-        if repository.private and is_public:
+        names = {file.rfilename for file in info.siblings}
+        if repository.type == "space" and names - NEW_SPACE and "models.json" not in names:
+            raise UserError(f"{repo_id} is a Space of other files, which would be replaced; use another name.")
+        if repository.private and not info.private:
             raise UserError(
                 f"{repo_id} exists and is public, so --private has no effect; make it private in its settings on the "
                 f"Hub, or use another repository."
@@ -130,7 +135,10 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
                 )
         operations = [CommitOperationAdd(name, path) for name, path in paths.items()]
         operations += [CommitOperationDelete(name) for name in stale]
-        return hub.create_commit(operations=operations, commit_message="Upload with GPT2Scratch", **on_branch)
+        commit = hub.create_commit(operations=operations, commit_message="Upload with GPT2Scratch", **on_branch)
+        if stale:
+            print(f"Deleted from {repo_id}, because {folder} lacks them: {', '.join(stale)}.")
+        return commit
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
@@ -178,6 +186,8 @@ def hub_errors(action: str) -> Iterator[None]:
         raise UserError(f"Could not {action}: the Hub refused: {_on_one_line(error)}; {remedy}.") from error
     # RuntimeError: from Xet. ValueError: a response that is not from the Hub.
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
+        if getattr(error, "errno", None) == errno.ENOSPC:
+            raise UserError(f"Could not {action}: the disk of TMPDIR is full; set TMPDIR to a larger one.") from error
         raise UserError(f"Could not {action}: the Hub cannot be reached ({_on_one_line(error)}); {remedy}.") from error
 
 

@@ -137,7 +137,11 @@ def _run_isolated(location: Location, reference: Expected) -> tuple[dict[str, An
         elsewhere = Path(folder)
         model, home = location.name, str(elsewhere / "home")
         if location.cache is None:  # a copy: the check sees only published files and cannot change them
-            model = str(shutil.copytree(location.name, elsewhere / "model", ignore=shutil.ignore_patterns(MARK)))
+            model = str(
+                shutil.copytree(
+                    location.name, elsewhere / "model", ignore=shutil.ignore_patterns(MARK, "*.gguf", "*.onnx")
+                )
+            )
         request = {name: str(elsewhere / name) for name in ("files", "logits", "answer")} | {
             "model": model,
             "revision": location.revision or "main",

@@ -24,6 +24,7 @@ import generate
 from chromium import Page
 from common.errors import UserError
 from conftest import REPOSITORY, assert_user_error, prose
+from hub_server import File
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.loading import ModelError
 from publishing import demo, demo_page
@@ -326,6 +327,11 @@ def test_a_space_is_published_only_with_public_models(hub, tmp_path, monkeypatch
     with pytest.raises(UserError, match="me/hidden, me/none does not exist as a public model on the Hub"):
         demo.main(["me/a", "me/hidden", "me/none", "--space", "me/other"])
     assert "spaces/me/other" not in hub.repositories
+    HfApi().create_repo("me/game", repo_type="space", space_sdk="gradio")
+    hub["spaces/me/game"].commit("main", {"app.py": File(b"play()", False)})
+    with pytest.raises(UserError, match="me/game is a Space of other files, which would be replaced"):
+        demo.main(["me/a", "--space", "me/game"])
+    demo.main(["me/a", "--space", "me/demo"])  # its own Space
 
 
 @pytest.mark.parametrize(

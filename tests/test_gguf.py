@@ -155,6 +155,7 @@ def test_llama_cpp_reads_the_special_tokens_and_the_chat_template(write_model, l
     engine = llama(write_model(tokenizer, vocab_size=430)[1])
     assert (engine.token_bos(), engine.token_eos(), engine.metadata["tokenizer.ggml.padding_token_id"]) == (0, 0, "1")
     assert engine.metadata["tokenizer.chat_template"] == CHATML
+    assert engine.metadata["tokenizer.ggml.eot_token_id"] == str(tokenizer.vocab["<|im_end|>"])
     assert engine.metadata["general.name"] == "Tiny"
     assert engine.n_vocab() == 430  # embeddings without a token are kept
     for text, special in (("a two words b", False), ("<|im_end|>", True)):

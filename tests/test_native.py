@@ -78,4 +78,12 @@ def test_the_native_folder_has_the_files_that_other_programs_need(tmp_path):
     described = json.loads((tmp_path / "native" / "tokenizer_config.json").read_text())
     assert described["tokenizer_class"] == "PreTrainedTokenizerFast"  # 4.57 does not know TokenizersBackend
     assert described["additional_special_tokens"] == ["<|im_start|>", "<|im_end|>"]
+    assert described["model_input_names"] == ["input_ids", "attention_mask"]  # 4.57 would add token_type_ids
+    scaled = {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0}
+    for parameters, old in ((MODERN["rope_parameters"], None), (scaled, {"rope_type": "linear", "factor": 2.0})):
+        folder = tmp_path / parameters["rope_type"]
+        model_folder(folder / "model", bpe(), **MODERN | {"rope_parameters": parameters})
+        convert(folder / "model", folder / "native", to="native")
+        config = json.loads((folder / "native" / "config.json").read_text())
+        assert (config["rope_theta"], config["rope_scaling"]) == (parameters["rope_theta"], old)  # for 4.57
     assert "extra_special_tokens" not in described  # Transformers 4.57 fails on a list here

@@ -521,7 +521,7 @@ def folder(run):
     return shutil.copytree(run / "hub", run.parent / "assembled")
 
 
-def test_a_second_upload_sends_nothing_new_deletes_stale_files_and_keeps_files_of_the_user(folder, hub):
+def test_a_second_upload_sends_nothing_new_deletes_stale_files_and_keeps_files_of_the_user(folder, hub, capsys):
     first, repository = upload(folder, MINE), hub["me/tiny"]
     commits = len(repository.commits)
     assert upload(folder, MINE).oid == first.oid
@@ -532,6 +532,8 @@ def test_a_second_upload_sends_nothing_new_deletes_stale_files_and_keeps_files_o
     repository.commit("main", repository.commits[repository.branches["main"]] | new_files)
     upload(folder, MINE)
     assert repository.files().keys() == ALWAYS | {".gitattributes"} | user_files
+    sentence = f"Deleted from me/tiny, because {folder} lacks them: native/config.json, tiny-F16.gguf."
+    assert capsys.readouterr().out.splitlines() == [sentence]
 
 
 def test_an_edited_card_on_the_hub_is_kept(folder, hub, capsys):
