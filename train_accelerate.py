@@ -83,7 +83,8 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
         ):
             log.start_trackers(config.logging.project, config.flat())
             if start.owes_validation:
-                validation.validate(start.step, log, guard.stopper.agreed)
+                with log.pause():
+                    validation.validate(start.step, log, guard.stopper.agreed)
             elif start.step == 0:
                 validation.write_samples(0, log, prints=False)  # before training, samples are noise
             for step in guard.steps(saver):

@@ -56,7 +56,8 @@ def set_default_permissions(folder: Path) -> None:
     os.umask(umask)
     for path in folder.rglob("*"):
         if path.is_file():
-            path.chmod(0o666 & ~umask)
+            with suppress(OSError):  # some drives have no permissions
+                path.chmod(0o666 & ~umask)
 
 
 def file_sha256(path: Path) -> str:

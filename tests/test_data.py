@@ -102,6 +102,8 @@ def test_a_text_is_read_by_one_process_and_again_only_if_it_may_have_changed(tmp
     text.unlink()
     assert [find_recorded_store(str(text), identity).metadata.identity for identity in (first, other)] == [first, other]
     assert find_recorded_store(str(text), "unknown") is None
+    rebuilt = next((tmp_path / "cache").glob("*/metadata.json")).parent
+    assert find_recorded_store(str(rebuilt), "unknown") is None  # of a run on a store that was built again
 
 
 @torch.no_grad()
@@ -132,6 +134,6 @@ def test_run_with_mask_documents_scores_documents_separately(train, store, tmp_p
 def test_resume_with_mask_documents_refuses_a_changed_setting(train, a_copy, tmp_path, monkeypatch):
     sentence = r"another run \(mask_documents False -> True\)"
     assert_user_error(sentence, train, a_copy, mask_documents="true", max_steps=3)
-    monkeypatch.setattr("training.runtime.device._check_attention", lambda choice: None)  # as if it were installed
+    monkeypatch.setattr("training.runtime.device._check_attention", lambda *parts: None)  # as if it were installed
     sentence, flash = "mask_documents needs attn_implementation sdpa, eager or flex", "flash_attention_2"
     assert_user_error(sentence, train, tmp_path / "other", mask_documents="true", attn_implementation=flash)

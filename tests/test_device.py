@@ -24,8 +24,10 @@ CONFIG = GPT2ScratchConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, 
 )
 def test_auto_chooses_eager_attention_on_a_cpu_if_faster(precision, context, attention):
     assert decide(DeviceArguments(mixed_precision=precision), context).attention(context) == attention
-    choice = DeviceArguments(mixed_precision=precision, attn_implementation="flex_attention")
-    assert decide(choice, context).attention(context) == "flex_attention"
+    choice = DeviceArguments(mixed_precision=precision, attn_implementation="eager")
+    assert decide(choice, context).attention(context) == "eager"
+    flex = DeviceArguments(attn_implementation="flex_attention")
+    assert_user_error("flex_attention, which needs an NVIDIA GPU; use sdpa", decide, flex, context)
 
 
 @pytest.mark.parametrize(("bf16_residual", "expectation"), [(False, torch.float32), (True, torch.bfloat16)])

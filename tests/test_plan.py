@@ -11,8 +11,10 @@ import train_accelerate
 from conftest import REPOSITORY, TINY, assert_user_error, error_of, flags, metrics, prose, reset_accelerate, trained
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.budget.forecast import assumed_speed, times_due
+from training.config import read_config
 from training.data.batches import BatchPlan, DataPosition, WindowOrder
-from training.plan.plan import Plan
+from training.plan.plan import LengthArguments, Plan, steps_of
+from training.preflight import check
 from training.runtime import compilation
 from training.runtime.hardware import rentals_named, reported_mfu
 from training.step.optim import usual_learning_rate
@@ -238,3 +240,18 @@ def test_times_due_matches_the_run(strategy, every, times):
     assert order.windows == 8
     assert sum(plan.is_due(strategy, every, step) for step in range(1, 11)) == times
     assert times_due(plan, strategy, every) == times
+
+
+def test_a_changed_batch_trains_the_tokens_that_are_left():
+    """Of 8 windows of 16 tokens, 4 steps of 1 window are done."""
+    batches, position = BatchPlan(16, 2, 1, 1), DataPosition(step=4, tokens=64, sample=4)
+    for length, steps in (({"num_train_epochs": 1.0}, 6), ({"max_train_tokens": 256}, 10), ({"max_steps": 5}, 5)):
+        assert steps_of(LengthArguments(**length), batches, 8, position) == steps
+    assert steps_of(LengthArguments(num_train_epochs=1.0), batches, 8, DataPosition(step=2, tokens=64, sample=4)) == 4
+
+
+def test_the_model_of_a_depth_is_not_checked_with_the_quickstarts_width(tmp_path):
+    (tmp_path / "text.txt").write_text("words")
+    read_config(flags(data=tmp_path / "text.txt", depth=12, n_head=12), check)
+    (tmp_path / "budget.yaml").write_text("budget: 10m\nmax_steps: 50\n")
+    assert not read_config(flags(data=tmp_path / "text.txt", config=tmp_path / "budget.yaml")).is_resolved

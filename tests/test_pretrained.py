@@ -1,5 +1,6 @@
 """Runs that start from a pretrained model (--init_from)."""
 
+import json
 import shutil
 
 import pytest
@@ -11,7 +12,10 @@ import train_accelerate
 from common.settings_file import read_yaml
 from conftest import TINY, assert_equal, assert_user_error, flags, metrics, prose, reset_accelerate, tokenized, weights
 from modeling_gpt2scratch import GPT2ScratchConfig
+from publishing.published_model import PublishedModel
+from training import evaluate
 from training.checkpoints.loading import is_hub_id
+from training.config import read_config
 from training.step.model import ModelArguments
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32}
@@ -67,6 +71,9 @@ def test_a_resumed_run_needs_no_pretrained_model(gpt2, store, tmp_path):
     reset_accelerate()
     train_accelerate.main(["--resume_from_checkpoint", str(run), "--max_steps", "6"])
     assert [entry["step"] for entry in metrics(run) if "eval_loss" in entry] == [0, 3, 6]
+    evaluate.main([str(run)])
+    release = PublishedModel.read(run / "checkpoints" / "step_00000006")
+    assert release.training.base_model == str(source)
 
 
 def test_only_a_pair_of_names_that_is_no_folder_is_a_hub_id(run, tmp_path, monkeypatch):
@@ -89,6 +96,10 @@ def test_a_run_starts_from_another_run_with_text_and_the_settings_for_it(run, tm
     assert "model trained from the weights of tiny: " in (tmp_path / "second" / "report.md").read_text()
     config = read_yaml(tmp_path / "second" / "config.yaml")
     assert [config[name] for name in ("optimizer", "weight_decay", "lr_scheduler_type")] == ["adamw", 0.1, "cosine"]
+    reset_accelerate()
+    optim = read_config([*command, "--optimizer", "muon"]).optim  # Adam's rates are lower in the proportion of Muon's
+    assert optim.learning_rate == 1e-4
+    assert optim.head_learning_rate == pytest.approx(0.004 * (768 / 16) ** 0.5 / 200)
 
 
 def test_contradictions_are_refused(gpt2, run, store, tmp_path):
@@ -106,6 +117,11 @@ def test_contradictions_are_refused(gpt2, run, store, tmp_path):
     refuse(
         "have different tokenizers; use a store that was made with the model's own tokenizer", data=foreign_store.folder
     )
+    text = {"data": tmp_path / "text.txt", "max_steps": 1}
+    refuse("^tokenizer_type would be ignored, because the tokenizer is ", tokenizer_type="character", **text)
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}] * 2}) + "\n")
+    chats = {"data": tmp_path / "chat.jsonl", "chat_template": "chatml", "max_steps": 1}
+    refuse(r"lacks <\|im_start\|> and <\|im_end\|>, which end the turns of chatml; train .*finetune_chat", **chats)
     refuse("gpt2 is neither a local folder nor a Hub id .* Did you mean openai-community/gpt2", source="gpt2")
     refuse("init_from would be ignored, because resume_from_checkpoint has other weights", resume_from_checkpoint=run)
     branch = flags(resume_from_checkpoint=run, output_dir=tmp_path / "run")

@@ -251,11 +251,12 @@ def test_resume_command_names_the_launch_file(launch):
 
 
 @pytest.mark.parametrize("option", ["--multi_gpu", "--config_file=own.yaml"])
-def test_resume_command_without_a_file_of_launch_names_the_number_of_processes(monkeypatch, option):
+def test_resume_command_names_the_own_file_and_the_number_of_processes(monkeypatch, option):
     monkeypatch.setattr(psutil.Process, "cmdline", lambda _: [sys.executable, *ACCELERATE, option, *sys.argv])
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert launch_command() == "accelerate launch --quiet --num_processes 2 train_accelerate.py"
+    file = " --config_file own.yaml" * ("own" in option)
+    assert launch_command() == f"accelerate launch --quiet{file} --num_processes 2 train_accelerate.py"
     machines = "--num_processes 1 --machine_rank=1 --main_process_ip 10.0.0.1".split()
     monkeypatch.setattr(psutil.Process, "cmdline", lambda _: [sys.executable, *ACCELERATE, *machines, *sys.argv])
     monkeypatch.setenv("WORLD_SIZE", "1")

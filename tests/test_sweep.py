@@ -44,6 +44,15 @@ def test_a_signal_ends_the_sweep_after_its_run_is_saved(store, tmp_path, spawn):
     assert not (tmp_path / "learning_rate=0.02").exists()
 
 
+def test_a_time_limit_ends_the_sweep_and_each_sweep_has_its_own_backup(store, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    settings = {"max_steps": 100_000, "max_hours": 1e-4, "backup_dir": tmp_path}
+    sweep.main(command(store, "runs/one", **settings))
+    assert "learning_rate=0.01 was stopped, so the sweep ends here; the same command" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["learning_rate=0.01"]
+    assert not (tmp_path / "runs" / "one" / "learning_rate=0.02").exists()
+
+
 def test_all_problems_are_reported_before_the_first_run(store, tmp_path):
     arguments = command(store, tmp_path / "sweep", n_head=3, n_embd=16)
     for item, sentence in {

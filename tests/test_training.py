@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 import yaml
+from accelerate.tracking import TensorBoardTracker
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -294,6 +295,20 @@ def test_a_diverged_loss_ends_the_run_and_keeps_its_checkpoints(train, a_copy, t
     assert_user_error("diverged", train, tmp_path / "other", max_grad_norm=0, eval_strategy="no")
     monkeypatch.undo()
     train(tmp_path / "other", max_steps=1)  # possible because nothing was saved
+
+
+def test_a_tracker_that_fails_is_reported_and_the_run_continues(train, tmp_path, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise ConnectionResetError("Connection lost")
+
+    for name in ("log", "finish"):
+        monkeypatch.setattr(TensorBoardTracker, name, fail)
+    run = train(tmp_path / "run", report_to="tensorboard")
+    assert capsys.readouterr().out.count("tensorboard failed (ConnectionResetError('Connection lost'))") == 1
+    assert metrics(run)[-1]["step"] == 6
+    monkeypatch.setattr(TensorBoardTracker, "start", fail)
+    sentence = "A tracker of --report_to cannot start: Connection lost"
+    assert_user_error(sentence, train, tmp_path / "other", report_to="tensorboard")
 
 
 def test_a_spike_at_the_default_threshold_is_reported_without_a_rollback(train, tmp_path, monkeypatch, capsys):

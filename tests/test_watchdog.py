@@ -52,7 +52,7 @@ with (
 """
 SECOND = "rank 2 (a, pid 2)"
 STOPPED = r"has been silent for 3 s at step N \(its process is stopped\)"
-REMEDY = "The run ends; resume it with the same command."
+REMEDY = "The run ends; resume it with --resume_from_checkpoint, or run the same command again."
 
 
 @pytest.fixture

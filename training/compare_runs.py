@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -63,6 +64,8 @@ def main(arguments: list[str]) -> None:
     with disk_errors(options.output):
         if plot_runs({name: run["entries"] for name, run in runs.items()}, Path(options.output), measure):
             print(f"Plot: {options.output}", file=sys.stderr)
+        elif find_spec("matplotlib") is None:
+            print("No plot: run pip install -e '.[plots]'.", file=sys.stderr)
 
 
 if __name__ == "__main__":

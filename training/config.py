@@ -137,7 +137,8 @@ class TrainConfig:
     def is_resolved(self) -> bool:
         """True if the budget is that of a file, and the run or the user decided the length afterwards."""
         has_length = "max_steps" in self.given or bool(LENGTHS & self.flags)
-        return self.sources.get("budget") == "file" and has_length
+        is_sized = self.sources.get("initializer_range") == "file"  # the budget has chosen the model
+        return self.sources.get("budget") == "file" and has_length and is_sized
 
     @property
     def values(self) -> dict[str, Any]:
@@ -188,6 +189,7 @@ class TrainConfig:
             "vocab_size": self.text and self.pretrained_source and "text is tokenized with the tokenizer of init_from",
             "plan_steps": not self.cost.plan and "it needs --plan",
             "torch_compile_mode": self.device.torch_compile.lower() == "false" and "torch_compile is false",
+            "tokenizer_type": self.vocabulary.tokenizer and f"the tokenizer is {self.vocabulary.tokenizer}",
         }
         for name, reason in reasons.items():
             if name in self.flags and reason:
@@ -242,7 +244,8 @@ def _decide(config: TrainConfig, command: CommandLine) -> TrainConfig:
         if config.text and config.vocabulary.tokenizer is None:
             settings |= {"tokenizer": source, "vocab_size": None}
         config = config.with_settings(settings, "file")
-    optim = with_defaults(config.optim, {*config.sources}, config.batch.tokens_per_step, config.model)
+    is_pretrained = config.pretrained_source is not None
+    optim = with_defaults(config.optim, {*config.sources}, config.batch.tokens_per_step, config.model, is_pretrained)
     settings = {name: value for name, value in vars(optim).items() if name not in config.sources}
     if not FILES & flags.keys():  # the settings of the default file for its own text
         if "vocab_size" not in flags and not config.trains_bpe:
@@ -274,7 +277,8 @@ def dump_config(config: TrainConfig, omits_defaults: bool = False) -> str:
     defaults."""
     command_settings = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir", "allow_change", "profile"}
     command_settings |= {"plan", "plan_device", "plan_steps", "verbose"}
-    defaults = config.settings.defaults if omits_defaults else {}
+    defaults = dict(config.settings.defaults) if omits_defaults else {}
+    defaults.pop("initializer_range", None)  # shows that a budget has chosen the model
     content = {
         name: value
         for name, value in config.flat().items()

@@ -24,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from accelerate import Accelerator
 from transformers import GenerationConfig, PreTrainedModel
@@ -38,7 +39,7 @@ from tokenizer.encoding import vocabulary
 from tokenizer.store.store import TokenStore
 from training.checkpoints.checkpoint import load_state
 from training.checkpoints.loading import check_store, find_model, load_own_model
-from training.checkpoints.run_folder import CONFIG_FILE, find_checkpoint, run_of
+from training.checkpoints.run_folder import find_checkpoint, run_of
 from training.config import read_config
 from training.data.run_data import (
     bytes_of,
@@ -64,7 +65,7 @@ def store_and_masking(model: str, data: str | None, flag: str = "data") -> tuple
         if data is None:
             raise UserError(f"{error} For another model, name a token store with --{flag}.") from error
         return TokenStore(data), False  # a model that is not in a run folder
-    config = read_config(["--config", str(run_folder / CONFIG_FILE)])
+    config = read_config(["--resume_from_checkpoint", str(run_folder)])
     if data is not None:
         return TokenStore(data), config.batch.mask_documents
     store = recorded_store(run_folder, config.data.data)  # its text may have changed since
@@ -204,7 +205,7 @@ def main(arguments: list[str]) -> None:
         vocabulary.load(comparison)  # report a missing file before minutes of scoring
     store, mask_documents = store_and_masking(source, options.data)
     check_store(folder, vocabulary.load(folder), store)
-    model = load_own_model(folder)
+    model = load_own_model(folder, torch.float32)
     model.generation_config = GenerationConfig()  # plain sampling: ignore the model's own settings
     if model.config.vocab_size != store.metadata.vocab_size:  # with equal tokenizers, the metadata is wrong
         raise UserError(

@@ -9,6 +9,7 @@ from functools import partial
 import psutil
 import torch
 from accelerate import Accelerator
+from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import Problems, UserError, counted
@@ -85,7 +86,8 @@ def check(config: TrainConfig) -> None:
         vocab_size = store.metadata.vocab_size
         problems.sentences += _vocabulary_problems(config, store)
         problems.add_of(WindowOrder, [store.metadata.train.tokens, context, config.run.seed])
-    problems.add_of(model_config, [config.model, vocab_size])
+    if not config.budget.chooses or config.has_model_file:  # otherwise the budget chooses what is not given
+        problems.add_of(model_config, [config.model, vocab_size])
     is_chosen = config.budget.chooses and "tokens_per_step" not in config.given
     if not (is_chosen or any(config.batch.problems())):
         problems.add_of(plan_batches, [config.batch, context, int(os.environ.get("WORLD_SIZE", 1)), 1])
@@ -93,6 +95,12 @@ def check(config: TrainConfig) -> None:
         problems.add(
             "optimizer muon does not work with the launcher's fsdp_offload_params, because its matrix products would "
             "run on the CPU; set fsdp_offload_params to false, or use adamw."
+        )
+    dropout = (config.model.embd_pdrop, config.model.attn_pdrop, config.model.resid_pdrop)
+    on_mps = torch.backends.mps.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
+    if config.device.gradient_checkpointing and any(dropout) and on_mps and config.cost.plan_device is None:
+        problems.add(
+            "gradient_checkpointing repeats dropout with other values on Apple GPUs; leave out one of the two."
         )
     attention = config.device.attn_implementation
     if config.batch.mask_documents and attention.startswith("flash_attention"):
@@ -184,7 +192,7 @@ def make_plan(
     if on_gpu:  # a CPU has no CUDA graphs
         problems.sentences += cuda_graph_problems(setup, batches)
     problems.refuse()
-    steps = steps_of(config.length, batches, order.windows)
+    steps = steps_of(config.length, batches, order.windows, position)
     if horizon is not None and horizon > steps:
         raise UserError(f"weight_average is {horizon:,}, more than the {counted(steps, 'step')} of the run; use fewer.")
     plan = Plan(model, batches, order, steps, placement, memory, available, position)

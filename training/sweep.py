@@ -9,9 +9,10 @@ import ctypes
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 from common.command_line import HELP, FlagParser, flag_name, run, split_flags
@@ -46,11 +47,19 @@ def main(arguments: list[str]) -> None:
         commands[",".join(map("=".join, pairs)).replace("/", "_")] = command
     first_config = problems.add_of(read_config, [next(iter(commands.values()))])
     base = Path(options.output_dir or f"{first_config and first_config.run.output_dir}-sweep")
+    drive = first_config and first_config.backup.backup_dir
     for name, command in commands.items():
         command += ["--output_dir", str(base / name)]
+        # A folder of the sweep's own, because the runs of other sweeps have the same names; not for older backups.
+        if drive and not Path(drive, name).exists():
+            groups = [group for group in split_flags(command) if flag_name(group[0]) != "backup_dir"]
+            command[:] = [*chain(*groups), "--backup_dir", str(Path(drive, base.name))]
         configs.append(problems.add_of(read_config, [command, check]))
     problems.add_of(refuse_replacing, [plot := base / "comparison.png"])
     problems.refuse()
+    if drive and Path(drive).is_dir() and not first_config.cost.plan:
+        with suppress(OSError):  # each run reports it
+            Path(drive, base.name).mkdir(exist_ok=True)
     failures = []
     for command, config in zip(commands.values(), configs, strict=True):
         folder = config.run.folder
@@ -59,6 +68,9 @@ def main(arguments: list[str]) -> None:
             print(f"{folder.path} is finished.")
         elif train(command):
             failures.append(str(folder.path))
+        elif not config.cost.plan and read_status(folder.status).get("state") == "stopped":  # max_hours
+            print(f"{folder.path} was stopped, so the sweep ends here; the same command continues it.")
+            break
     if folders := [str(base / name) for name in commands if (base / name).exists()]:  # none with --plan
         compare_runs.main(["--runs", *folders, "--output", str(plot)])
     if failures:

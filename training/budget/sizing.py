@@ -321,7 +321,8 @@ class Sizer:
 
     def _batch(self, model: GPT2ScratchConfig, tokens: float) -> int:
         """Return the tokens per step of a run that trains on `tokens`."""
-        unit = model.n_positions * self.accelerator.num_processes
+        micro = self.config.batch.per_device_train_batch_size
+        unit = model.n_positions * self.accelerator.num_processes * (1 if micro == "auto" else int(micro))
         return self.given.get("tokens_per_step") or max(1, scaling.best_batch(tokens) // unit) * unit
 
     def _model(self, depth: int) -> GPT2ScratchConfig:
@@ -366,7 +367,8 @@ class Sizer:
             settings |= {"learning_rate": scaling.adam_rate(model.n_embd), "min_learning_rate": 0.0}
             settings |= {"warmup_steps": round(0.05 * steps)}
         settings |= self.given
-        optim = with_defaults(fill([OptimArguments], settings)[0], {*settings}, batch, model)
+        is_pretrained = self.config.pretrained_source is not None
+        optim = with_defaults(fill([OptimArguments], settings)[0], {*settings}, batch, model, is_pretrained)
         decay = scaling.weight_decay(optim.optimizer, optim.learning_rate, batch, steps * batch)
         rates = vars(optim) | {"weight_decay": decay}
         rates = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in rates.items()}
@@ -411,8 +413,8 @@ class Sizer:
         if plan_device:
             raise UserError(
                 f"plan_device is {plan_device}, but the best model for the budget is smaller than "
-                f"{FILLS_A_GPU / 1e6:.0f}M parameters: no speed is published for it; use a larger --budget, or "
-                "plan without --plan_device on the device itself."
+                f"{FILLS_A_GPU / 1e6:.0f}M parameters: no speed is published for it; use a larger --budget or "
+                "more text, or plan without --plan_device on the device itself."
             )
         printer(self.accelerator)("Measuring the speed of this device in a few steps ...")
         depth, tokens = (self.depths[0], 1) if option is None else (option.model.n_layer, option.tokens)

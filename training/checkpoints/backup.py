@@ -55,7 +55,7 @@ class BackupArguments:
         if run == backup or run in backup.parents:
             yield (
                 f"backup_dir {self.backup_dir} puts the backup into the run's own folder; name a folder on another "
-                "drive."
+                "drive, or, to restore a run from its backup, add --output_dir with the folder of the run."
             )
         elif backup.parent.exists() and not backup.parent.is_dir():
             yield f"backup_dir is {self.backup_dir}, which is a file; name a folder on another drive."
@@ -163,7 +163,7 @@ class Backup:
         self.submit()
         self._thread.join(1.0)  # usually enough, so that no waiting has to be reported
         if self._thread.is_alive():
-            self.say(f"Backup:  waiting for {self.there.path}, at most {clock(LONGEST_WAIT)} ...")
+            self.say(f"Backup:  waiting for {self.there.path}, at most {clock(LONGEST_WAIT)} (Ctrl-C twice ends it)")
             self._thread.join(LONGEST_WAIT)
         if problem := "the drive is too slow" if self._thread.is_alive() else self.problem:
             self.say(

@@ -11,6 +11,7 @@ index, no link, and no code from the folder.
 Format 1 can also be read: its state.json holds step, seed, tokens per step and two hashes.
 """
 
+import errno
 import json
 import os
 import re
@@ -195,6 +196,9 @@ def damage(checkpoint: Path) -> str | None:
     except DamageError as error:
         return str(error)
     except OSError as error:
+        if error.errno not in (errno.EIO, errno.ENOENT):  # a drive that is not available damages nothing
+            error.filename = error.filename or str(checkpoint)
+            raise
         return f"{error.filename or 'it'} cannot be read ({error.strerror or error})"
     return None
 

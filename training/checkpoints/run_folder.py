@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from common.atomic import file_sha256
 from common.errors import UserError
@@ -131,6 +132,12 @@ class RunFolder:
             return f"{complete[-1]} is the last good checkpoint"
         hint = f", and the run before it is in {self.replaced}" if is_marked(self.replaced, "replaced") else ""
         return f"there is no checkpoint yet{hint}"
+
+    def resume_advice(self) -> str:
+        """Describe how to resume, or to start again, after a problem is corrected."""
+        has_checkpoint = bool(checkpoints.complete_checkpoints(self.checkpoints))
+        command = f"resume with --resume_from_checkpoint {quote(str(self.path))}"
+        return command if has_checkpoint else "run the same command again"
 
     def checkpoint_of_model(self) -> Path | None:
         """Return the newest checkpoint with the weights that model/ has, or None if there is none."""

@@ -151,8 +151,8 @@ class Saver(AbstractContextManager):
             block = torch.empty(sum(shape.numel() for shape in shapes.values()), dtype=torch.float32)
             if self.accelerator.device.type == "cuda":
                 cuda = torch.cuda.cudart()
-                torch.cuda.check_error(cuda.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
-                weakref.finalize(self.snapshot, cuda.cudaHostUnregister, block.data_ptr()).atexit = False
+                if cuda.cudaHostRegister(block.data_ptr(), block.nbytes, 0) == cuda.cudaError.success:  # WSL2 limits it
+                    weakref.finalize(self.snapshot, cuda.cudaHostUnregister, block.data_ptr()).atexit = False
         except (RuntimeError, MemoryError) as error:
             raise UserError(
                 "The machine has too little memory (not GPU memory) for the copy of weights and moments that is saved, "
@@ -210,5 +210,5 @@ class Saver(AbstractContextManager):
 
 def refuse_full_disk(folder: RunFolder, n_bytes: int) -> None:
     """Raise a `UserError` if a checkpoint and the copy of its weights do not fit on the disk."""
-    remedy = f"{folder.last_good()}: free space, and run the same command again"
+    remedy = f"{folder.last_good()}: free space and {folder.resume_advice()}"
     require_room(folder.checkpoints, n_bytes * 4 / 3, "A checkpoint takes", remedy)

@@ -100,7 +100,8 @@ def find_recorded_store(data: str, identity: str) -> TokenStore | None:
     not read. Return None if the store is damaged or no longer exists."""
     folder = Path(data) if is_store(data) else find_cached(identity)
     with suppress(UserError):
-        return folder and TokenStore(folder)
+        if folder and read_metadata(folder).identity == identity:  # a store may have been built again
+            return TokenStore(folder)
     return None
 
 

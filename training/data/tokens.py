@@ -89,7 +89,7 @@ class MemoryMap:
         if size < len(self._map):
             raise UserError(
                 f"{self.path} has {size:,} bytes now instead of {len(self._map):,}: it was changed while it was being "
-                "read. Restore it and run the same command to resume."
+                "read. Restore it, and resume the run."
             )
 
     def check_ids(self, rows: torch.Tensor) -> None:
@@ -149,4 +149,4 @@ def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the tensor on the device. The copy from pinned memory does not wait for the device."""
     if device.type == "cuda" and tensor.is_cpu:
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    return tensor.to(device, non_blocking=device.type == "cuda")  # on MPS, the source may be freed before the copy

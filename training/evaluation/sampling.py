@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -123,10 +124,11 @@ def with_prompts(
             for prompt in arguments.sample_prompts:
                 encode_prompt(tokenizer, prompt)
         except ModelError as error:
-            raise UserError(str(error)) from error
+            raise UserError(f"sample_prompts: {error}") from error
         return arguments
     tokens, offsets = store.memory_map("val"), store.offsets("val")
-    openings = [tokens[start : start + OPENING_TOKENS] for start in offsets[:-1][:3]]
+    bounds = [(start, min(end, start + OPENING_TOKENS)) for start, end in pairwise(offsets) if end > start + 1][:3]
+    openings = [tokens[start:end] for start, end in bounds or [(0, OPENING_TOKENS)]]
     prompts = [tokenizer.decode(opening.tolist(), skip_special_tokens=True) for opening in openings]
     return replace(arguments, sample_prompts=prompts)
 

@@ -41,13 +41,13 @@ def translate(error: Exception, run: Run) -> Exception:
     if isinstance(error, BackendCompilerFailed):
         return UserError(
             f"torch.compile failed ({error.inner_exception!r:.300}); {folder.last_good()}. Delete its cache, "
-            f"{cache_dir()}, free space in {tempfile.gettempdir()} (TMPDIR) if the disk is full, and run the same "
-            "command again; if that does not help, add --torch_compile false."
+            f"{cache_dir()}, free space in {tempfile.gettempdir()} (TMPDIR) if the disk is full, and "
+            f"{folder.resume_advice()}; if that does not help, add --torch_compile false."
         )
     if isinstance(error, DamageError) or (isinstance(error, OSError) and error.errno in OF_THE_DISK):
         return UserError(
             f"{error.filename or folder.path}: {error.strerror or error}. The run ends here; {folder.last_good()}. "
-            "Fix the problem and run the same command to resume."
+            f"Fix the problem and {folder.resume_advice()}."
         )
     return error
 

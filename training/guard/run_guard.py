@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from accelerate import Accelerator
@@ -21,6 +21,7 @@ from training.guard.lock import RunLock
 from training.guard.stopping import EXIT_CODES, SAVE_FAILURE, TICK, Stopper, StoppingArguments
 from training.guard.watchdog import Watchdog, is_of_the_group
 from training.plan.run import Run
+from training.report.report import write_report
 from training.runtime.console import printer
 from training.runtime.device import Setup
 from training.runtime.distributed import check_same_command, on_main, start_accelerator, stop_accelerator
@@ -143,7 +144,7 @@ class RunGuard:
             remove_checkpoints_from(error.weights_after, self.run)
         outcome = translate(error, self.run)
         if isinstance(outcome, Restart) and self.stopper.requested:  # a fresh process would not know of the request
-            outcome = UserError(f"Stopped ({self.stopper.requested}); the same command resumes. {outcome}")
+            outcome = UserError(f"Stopped ({self.stopper.requested}); {self.run.folder.last_good()}. {outcome}")
         if isinstance(outcome, Restart):
             outcome.facts["has_begun"] = self.has_begun
             self.watchdog.order(outcome)
@@ -157,7 +158,12 @@ class RunGuard:
 
     def _end(self, state: str, reason: str) -> None:
         self._record(state, reason)
-        if self.has_begun and self.run.accelerator.is_main_process and self.run.backup is not None:
+        if not (self.has_begun and self.run.accelerator.is_main_process):
+            return
+        if state == "stopped":
+            with suppress(OSError):
+                write_report(self.run.folder)
+        if self.run.backup is not None:
             self.run.backup.finish()
 
     def _record(self, state: str, reason: str) -> None:

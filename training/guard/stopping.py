@@ -5,6 +5,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch import distributed
 
 from common.limits import free
 from training.checkpoints.saver import wait_for_writing
+from training.runtime.console import IN_NOTEBOOK
 from training.runtime.distributed import waits_for_main
 from training.runtime.launcher import PARENT, die_with_launcher, is_launched
 from training.runtime.restart import show_cursor
@@ -148,7 +150,8 @@ class Stopper:
         self._said = True
         if os.environ.get("RANK", "0") == "0":
             hint = " Press Ctrl-C again to end the run immediately, without saving." if reason == "SIGINT" else ""
-            print_unbuffered(f"Stopping after this step ({reason}) and saving.{hint}")
+            room = "\n" * (6 if sys.stderr.isatty() and not IN_NOTEBOOK else 0)  # a live display redraws these lines
+            print_unbuffered(f"{room[:1]}Stopping after this step ({reason}) and saving.{hint}{room[1:]}")
 
     # Methods that run in the thread.
 

@@ -156,7 +156,9 @@ class Advisor:
         (_, previous), (_, newest) = self.evaluations[-2:]
         if newest > previous > (1 + VALIDATION_RISE) * best:
             hint = "Its checkpoint is kept"
-            if not (self.folder.checkpoints / folder_name(step)).is_dir():
+            if step == 0:
+                hint = "That is the model it started from: divide learning_rate by 3"
+            elif not (self.folder.checkpoints / folder_name(step)).is_dir():
                 hint = "No checkpoint was saved then: set save_steps to eval_steps"
             text = (
                 f"The validation loss is rising, from {best:.4f} at step {step:,} to {newest:.4f}: the model "

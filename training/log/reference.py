@@ -22,8 +22,8 @@ from training.step.model import ModelArguments
 from training.step.optim import OptimArguments
 
 FOLDER = Path(__file__).parents[2] / "presets" / "reference"
-COMPARED_SETTINGS = {part.name for kind in (ModelArguments, OptimArguments) for part in fields(kind)}
-COMPARED_SETTINGS |= {"tokens_per_step", "max_steps", "max_eval_samples", "mask_documents"}
+DEFAULTS = {part.name: str(part.default) for kind in (ModelArguments, OptimArguments) for part in fields(kind)}
+COMPARED_SETTINGS = {*DEFAULTS, "tokens_per_step", "max_steps", "max_eval_samples", "mask_documents"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ def find_reference(folder: RunFolder, say: Callable[[str], object] = lambda text
     for path in sorted(FOLDER.glob("*.jsonl")):
         try:
             head, *entries = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-            if dict.fromkeys(settings, "None") | head["compared"] == settings:  # without settings that are newer
+            newer = {name: DEFAULTS.get(name, "None") for name in settings.keys() - head["compared"].keys()}
+            if newer | head["compared"] == settings:
                 points = [[entry["step"], comparable_loss(entry)] for entry in entries]
                 steps, losses = zip(*sorted(schema.build(points, list[tuple[int, float]])), strict=True)
                 return Reference(path.stem, list(steps), list(losses), int(settings["tokens_per_step"]))

@@ -1,6 +1,5 @@
 """Run display: lines updated in place on a terminal, one printed line per log entry elsewhere."""
 
-import os
 import time
 from contextlib import suppress
 from typing import Any
@@ -16,10 +15,8 @@ from common.errors import counted
 from training.checkpoints.metrics import comparable_loss, scores_more
 from training.log.speed import in_words
 from training.runtime.budget import Price
-from training.runtime.console import FLUSHED_PRINT, clock, perplexity, say
+from training.runtime.console import FLUSHED_PRINT, IN_NOTEBOOK, clock, perplexity, say
 
-# A notebook gives commands a terminal, but keeps everything written to it: print lines there, not frames.
-IN_NOTEBOOK = "JPY_PARENT_PID" in os.environ  # set by Jupyter for its kernels
 FRAMES_PER_SECOND = 4
 LONG_SILENCE = 60  # seconds without output before progress is printed, if no terminal shows it
 BARS = "▁▂▃▄▅▆▇█"
@@ -70,7 +67,7 @@ class Screen:
     def _picture(self) -> Group:
         """Draw the current state. Called by rich's refresh thread."""
         note = self.progress or self.left
-        if self.waits_for:
+        if self.waits_for and not self.progress:
             note = f"{self.waits_for} ... {clock(time.monotonic() - self.began)}"
         # In a narrow terminal, the bar shrinks first.
         bar = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1, 0, 0), expand=True)

@@ -1,7 +1,7 @@
 """Experiment trackers (TensorBoard, W&B, Trackio ...): settings, runs and logged values."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from accelerate.tracking import TensorBoardTracker, get_available_trackers
 from accelerate.utils import LoggerType
 
 from common.atomic import write_atomic
+from common.errors import UserError
 from common.limits import free
 from training.checkpoints.run_folder import RunFolder
 
@@ -51,6 +52,8 @@ def open_trackers(
     options = {
         "wandb": {"name": name, "id": run_id, "resume": "allow"},
         "trackio": {"name": name, "resume": "allow" if is_known else "never"},  # Trackio identifies runs by name
+        "mlflow": {"run_name": name},
+        "clearml": {"task_name": name},
     }
     accelerator.log_with = [
         TensorBoardTracker(folder.tensorboard.name, folder.path, purge_step=first_step + 1)
@@ -58,7 +61,10 @@ def open_trackers(
         else tracker
         for tracker in accelerator.log_with
     ]
-    accelerator.init_trackers(project, init_kwargs=options)
+    try:
+        accelerator.init_trackers(project, init_kwargs=options)
+    except Exception as error:  # not logged in, no network
+        raise UserError(f"A tracker of --report_to cannot start: {error}. Correct that, or leave it out.") from error
     for tracker in accelerator.trackers:
         if tracker.name == "tensorboard":
             # As text, because Accelerate's own method would create another TensorBoard run at each start.
@@ -71,15 +77,20 @@ def open_trackers(
             tracker.run.define_metric("*", step_metric=STEP)
 
 
-def log_to_trackers(accelerator: Accelerator, entry: dict[str, Any], step: int) -> None:
-    """Send an entry of metrics.jsonl with the names of Transformers' Trainer: eval/loss, train/loss."""
+def log_to_trackers(accelerator: Accelerator, entry: dict[str, Any], step: int, say: Callable[[str], None]) -> None:
+    """Send an entry of metrics.jsonl with the names of Transformers' Trainer: eval/loss, train/loss.
+    A tracker that fails is reported and no longer used."""
     values = {
         f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": value
         for name, value in entry.items()
         if name != "step"
     }
-    for tracker in accelerator.trackers:
-        if tracker.name == "wandb":  # W&B drops steps before its last one, e.g. after a resume
-            tracker.log(values | {STEP: step})
-        else:
-            tracker.log(values, step=step)
+    for tracker in [*accelerator.trackers]:
+        try:
+            if tracker.name == "wandb":  # W&B drops steps before its last one, e.g. after a resume
+                tracker.log(values | {STEP: step})
+            else:
+                tracker.log(values, step=step)
+        except Exception as error:  # of its network or its own process
+            accelerator.trackers.remove(tracker)
+            say(f"WARNING: {tracker.name} failed ({error!r:.200}). The run continues without it.")

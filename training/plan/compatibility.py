@@ -96,7 +96,9 @@ def compare(
         elif name in settings.refused.union(fields) - exceptions and not (
             name in TOKEN_IDS and "tokenizer" in differences
         ):
-            refusals.append(f"{sentence}; if this is intended, add --allow_change {name}")
+            store = find_cached(old["data"]) if name in ("tokenizer", "data") else None
+            origin = f"the run was trained on {store}, so resume it with --data {store}; " if store is not None else ""
+            refusals.append(f"{sentence}; {origin}if this is intended, add --allow_change {name}")
     if str(checkpoint_model.dtype) not in ("None", "float32", "torch.float32"):
         refusals.append(f"its weights are {checkpoint_model.dtype}, but training needs float32")
     Problems(f"{checkpoint} cannot be resumed: {difference}." for difference in refusals).refuse()
@@ -116,7 +118,5 @@ def _has_same_shapes(checkpoint_model: GPT2ScratchConfig, name: str, value: Any)
 def _sentence(name: str, new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
     if name not in ("tokenizer", "data"):
         return f"{name} changed from {old[name]} to {new[name]}"
-    store = find_cached(old["data"])
-    trained_on = f"; the run was trained on {store}, so resume it with --data {store}" if store is not None else ""
     change = "the token store has another tokenizer" if name == "tokenizer" else "the token store has other tokens"
-    return f"{change}, sha256 {new[name][:12]} instead of {old[name][:12]}{trained_on}"
+    return f"{change}, sha256 {new[name][:12]} instead of {old[name][:12]}"

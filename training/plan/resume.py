@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from torch import nn
@@ -65,14 +66,15 @@ def choose_checkpoint(
         put_back(folder)
     has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))
     is_backup = backup is not None and is_branch and run_of(source).resolve() == backup.there.path.resolve()
-    if source is not None and (overwrites or not is_branch or (is_backup and not has_begun)):
+    is_restored = is_backup and not (has_begun or overwrites)
+    if source is not None and (overwrites or not is_branch or (is_restored and is_checkpoint(source))):
         checkpoint = _named_checkpoint(source, folder, None if is_branch else backup, say)
     elif overwrites:
         checkpoint = None
     else:
         if has_begun:
             _refuse_another(folder.path, read_yaml(run_of(folder.path) / CONFIG_FILE), settings)
-        checkpoint = _newest(folder, backup, settings, say)
+        checkpoint = _newest(folder, backup, None if is_restored else settings, say)
         if checkpoint is None and source is not None:  # neither the folder nor its backup has begun
             checkpoint = _named_checkpoint(source, folder, None, say)
     is_own = checkpoint is not None and checkpoint.parent.resolve() == folder.checkpoints.resolve()
@@ -105,7 +107,7 @@ def _refuse_another(folder: Path, settings_of_run: dict[str, Any], settings: Run
     if settings is not None and (changes := settings.differences(settings_of_run)):
         raise UserError(
             f"{folder} contains another run ({', '.join(changes)}); use another --output_dir, resume that run with "
-            f"--resume_from_checkpoint {folder}, or delete it with --overwrite_output_dir."
+            f"--resume_from_checkpoint {quote(str(folder))}, or delete it with --overwrite_output_dir."
         )
 
 

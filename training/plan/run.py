@@ -138,9 +138,9 @@ def finish_again(run: Run, optim: OptimArguments, chooses_best: bool) -> None:
             "train; use a greater --max_steps."
         )
     on_main(run.accelerator, lambda: _complete(run, chooses_best))
-    folder, source = run.folder, str(run.folder.path)
+    folder, source = run.folder, quote(str(run.folder.path))
     if stable := folder.newest_step(until=cooldown_start(run.plan.max_steps, optim)):
-        source = f"{folder.checkpoints / checkpoints.folder_name(stable)} --output_dir NEW_FOLDER"
+        source = f"{quote(str(folder.checkpoints / checkpoints.folder_name(stable)))} --output_dir NEW_FOLDER"
     printer(run.accelerator)(
         f"{folder.path} is finished ({counted(run.start.step, 'step')}). To train again, add --overwrite_output_dir. "
         f"To train longer, use --resume_from_checkpoint {source} --max_steps N."

@@ -115,12 +115,20 @@ def gather(folder: RunFolder) -> dict[str, Any]:
         "samples": [
             {"step": step, "texts": texts_by_step[step]} for step in evenly(sorted(texts_by_step), MAX_MOMENTS)
         ],
-        "settings": {name: value for name, value in settings.items() if not _is_private(name, value)},
+        "settings": {
+            name: _as_typed(value) if isinstance(value, str) else value
+            for name, value in settings.items()
+            if name not in ("data", "backup_dir")
+        },
         "pretrained": source and (source if is_hub_id(source) else Path(source).resolve().name),
         "command": f"{launch_command()} --config config.yaml --data {shlex.quote(_as_typed(settings['data']))}",
         "environments": _environments(starts),
         "begins_at": starts[0]["step"] if starts else 0,
-        "changes": [{"step": start["step"], "text": text} for start in starts for text in start.get("changes", [])],
+        "changes": [
+            {"step": start["step"], "text": text.partition("; the run was")[0]}
+            for start in starts
+            for text in start.get("changes", [])
+        ],
         "speed": _speed(speed_entries, first_step) if speed_entries else None,
         "estimate": _estimate(speed_entries, first_step, events) if speed_entries else None,
         "noticed": [event for event in events if event["event"] in NOTABLE_EVENTS],
@@ -171,17 +179,12 @@ def _environments(starts: Entries) -> list[dict[str, Any]]:
     return [next(group) for _, group in groupby(environments, key=itemgetter("text"))]
 
 
-def _as_typed(data: str) -> str:
-    """Return the value of `--data`. An absolute path outside of the current folder is private, so shortened."""
-    path = PurePath(data)
+def _as_typed(value: str) -> str:
+    """Return the value of a setting. An absolute path outside of the current folder is private, so shortened."""
+    path = PurePath(value)
     if not path.is_absolute():
-        return data
+        return value
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else PurePath("path/to", path.name))
-
-
-def _is_private(name: str, value: Any) -> bool:
-    """Return whether the setting names a path of this machine."""
-    return name in ("data", "backup_dir") or (isinstance(value, str) and PurePath(value).is_absolute())
 
 
 def _speed(entries: Entries, first_step: float) -> dict[str, Any]:

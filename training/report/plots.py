@@ -50,7 +50,7 @@ def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:
         by_tokens, by_time = figure.subplots(1, 2, sharey=True)
         for axes, at, label in ((by_tokens, tokens, "tokens"), (by_time, seconds / unit, f"{name} of training")):
             _curve(axes, list(zip(at, [entry["loss"] for entry in train], strict=True)), "training")
-            places = np.interp([entry["step"] for entry in evaluations], steps, at)  # between two log lines
+            places = np.interp([entry["step"] for entry in evaluations], [0, *steps], [0, *at])  # between two log lines
             losses = [comparable_loss(entry) for entry in evaluations]
             axes.plot(places, losses, color=ORANGE, marker="o", markersize=4, linewidth=1.5, label="validation")
             axes.set_xlabel(label)
@@ -67,7 +67,7 @@ def plot_runs(runs: dict[str, list[dict[str, Any]]], path: Path, measure: str) -
     def draw(figure: Any) -> None:
         by_tokens, by_time = figure.subplots(1, 2, sharey=True)
         for name, entries in runs.items():
-            until, tokens = seconds_until(entries), {e["step"]: e["tokens"] for e in entries if "tokens" in e} or {0: 0}
+            until, tokens = seconds_until(entries), {0: 0} | {e["step"]: e["tokens"] for e in entries if "tokens" in e}
             evaluations, in_nats = [entry for entry in entries if measure in entry], measure == "eval_loss"
             curve = {entry["step"]: comparable_scores(entry)[measure] for entry in evaluations}
             style = {"label": name, "marker": "."} if curve else {"label": f"{name} (training loss)"}

@@ -71,7 +71,12 @@ class Validation:
     def write_samples(self, step: int, log: RunLog, prints: bool) -> None:
         """Write prompts and continuations to samples.md, and print them if `prints`."""
         model, seed = self.train_step.model, self.run.plan.order.seed
-        with self.train_step.averaged(), generating(model):
+        needs_half = self.run.setup.attn_implementation.startswith("flash_attention")
+        with (
+            self.train_step.averaged(),
+            generating(model),
+            self.run.accelerator.autocast() if needs_half else nullcontext(),
+        ):
             samples = sample(model, self.run.data.tokenizer, self.run.sampling, seed)
         if not self.run.accelerator.is_main_process:
             return

@@ -12,6 +12,8 @@ from accelerate import Accelerator
 
 LABEL = re.compile(r"[A-Z][a-z]+: +| *")  # its length is the indentation of continuation lines
 FLUSHED_PRINT = partial(print, flush=True)
+# A notebook gives commands a terminal, but keeps everything written to it: print lines there, not frames.
+IN_NOTEBOOK = "JPY_PARENT_PID" in os.environ  # set by Jupyter for its kernels
 
 
 def printer(accelerator: Accelerator) -> Callable[[str], None]:
@@ -22,7 +24,7 @@ def printer(accelerator: Accelerator) -> Callable[[str], None]:
 def say(text: str, through: Callable[[str], object] = FLUSHED_PRINT) -> None:
     """Print a message, wrapped to the terminal width. A closed output (terminal or pipe) does not end the run."""
     try:
-        is_shown = sys.stdout is not None and sys.stdout.isatty()  # stdout is None if it is closed
+        is_shown = sys.stdout is not None and sys.stdout.isatty() and not IN_NOTEBOOK  # None: it is closed
         through(wrapped(text, shutil.get_terminal_size().columns) if is_shown else text)
     except (OSError, SystemExit):  # rich raises SystemExit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import parse_flag_from_env
 from torch.nn.attention import SDPBackend
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
@@ -102,10 +103,16 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
             "are fewer GPUs than processes; add --config_file launch/two_cpu_processes.yaml, or launch/one_node.yaml "
             "for GPUs."
         )
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if processes > 1 and not parse_flag_from_env("ACCELERATE_USE_CPU") and 0 < torch.cuda.device_count() < processes:
+        problems.add(
+            f"{processes} processes were started for {torch.cuda.device_count()} GPUs; add --num_processes "
+            f"{torch.cuda.device_count()} to accelerate launch."
+        )
     precision = problems.add_of(_precision, [arguments.mixed_precision])
     if arguments.bf16_residual and precision not in ("bf16", None):
         problems.add(f"bf16_residual needs mixed_precision bf16, but it is {precision}; leave out one of the two.")
-    problems.add_of(_check_attention, [arguments.attn_implementation])
+    problems.add_of(_check_attention, [arguments.attn_implementation, precision])
     compiles = problems.add_of(decide_compilation, [arguments.torch_compile, arguments.torch_compile_mode, notes])
     # cuDNN's backward pass with a mask produced NaN at these lengths, so every step would be skipped.
     cudnn_attention = not (mask_documents and context % 128 == 64)
@@ -149,6 +156,8 @@ def _precision(choice: str) -> str:
     has_gpu = torch.cuda.is_available()
     if choice == "auto":  # the launcher also exports `no` if the user set nothing
         choice = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "auto")
+    if choice not in ("auto", "no", "bf16", "fp16"):
+        raise UserError(f"The launcher's mixed_precision is {choice}; set it to no, bf16 or fp16.")
     if choice == "fp16" and not has_gpu:
         raise UserError("mixed_precision is fp16, which needs a GPU, and none was found; use bf16, no or auto.")
     if choice == "bf16" and has_gpu and not computes_bf16():
@@ -168,12 +177,14 @@ def computes_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def _check_attention(choice: str) -> None:
+def _check_attention(choice: str, precision: str | None) -> None:
     names = ["auto", "eager", *(key for key in ALL_ATTENTION_FUNCTIONS.valid_keys() if "paged" not in key)]
     if choice not in names:
         raise UserError(f"attn_implementation is {choice!r}; it must be one of {', '.join(names)}.")
-    if choice.startswith("flash_attention") and not torch.cuda.is_available():
+    if choice.startswith(("flash_attention", "flex_attention")) and not torch.cuda.is_available():
         raise UserError(f"attn_implementation is {choice}, which needs an NVIDIA GPU; use sdpa.")
+    if choice.startswith("flash_attention") and precision == "no":
+        raise UserError(f"attn_implementation is {choice}, which needs mixed_precision bf16 or fp16; use sdpa.")
     if choice == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError(
             "attn_implementation is flash_attention_2, which is not installed: pip install flash-attn, or use sdpa."

@@ -133,10 +133,18 @@ def stop_accelerator(accelerator: Accelerator) -> None:
     Gloo's thread needs the interpreter lock to free the tensors of the last collective. If the main thread destroys the
     group at that moment, it holds the lock and waits for the thread: a deadlock. The sleep lets the thread finish."""
     # All processes wait, so that slow trackers finish sending before the launcher kills remaining processes.
-    on_main(accelerator, lambda: [tracker.finish() for tracker in accelerator.trackers])
+    on_main(accelerator, lambda: _finish_trackers(accelerator))
     accelerator.trackers = []
     accelerator.wait_for_everyone()
     if accelerator.num_processes > 1:
         time.sleep(0.2)
     _patient_group.cache_clear()
     accelerator.end_training()
+
+
+def _finish_trackers(accelerator: Accelerator) -> None:
+    for tracker in accelerator.trackers:
+        try:
+            tracker.finish()
+        except Exception as error:  # of its network or its own process
+            print(f"WARNING: {tracker.name} did not finish ({error!r:.200}).")

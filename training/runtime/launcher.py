@@ -10,6 +10,7 @@ import sys
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from shlex import quote
 
 import psutil
 
@@ -34,7 +35,9 @@ def launch_command() -> str:
         return "python train_accelerate.py"
     file = Path(launcher_option("config_file"))
     processes = os.environ.get("WORLD_SIZE", "1")
-    options = f" --config_file launch/{file.name}" if file.parent.name == "launch" else ""
+    if file.parent.name == "launch":
+        file = Path("launch", file.name)
+    options = "" if file == Path() or file.is_absolute() else f" --config_file {quote(str(file))}"
     if processes != "1" or options or launcher_option("num_processes"):  # without a number, all GPUs
         options += f" --num_processes {processes}"
     for name in ("num_machines", "machine_rank", "main_process_ip", "main_process_port"):

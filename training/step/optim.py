@@ -65,7 +65,7 @@ class OptimArguments:
 
     def problems(self) -> Iterator[str]:
         lowest, peak = self.min_learning_rate, self.learning_rate
-        if lowest > peak:
+        if lowest > peak and self.lr_scheduler_type != "constant":
             yield f"min_learning_rate is {lowest}; it must be between 0 and learning_rate, {peak}."
 
 
@@ -84,15 +84,21 @@ MUON_DEFAULTS = {
 
 
 def with_defaults(
-    arguments: OptimArguments, given: set[str], tokens_per_step: int, model: ModelArguments | GPT2ScratchConfig
+    arguments: OptimArguments,
+    given: set[str],
+    tokens_per_step: int,
+    model: ModelArguments | GPT2ScratchConfig,
+    is_pretrained: bool = False,
 ) -> OptimArguments:
     """Return the arguments with Muon's defaults for the settings that are not `given`. AdamW's arguments are returned
     as they are. Muon's rate does not depend on the width. Adam's rates are those of width 768 times sqrt(768 / width).
-    All rates are multiplied by `batch_factor`. An embedding that is a head too, or is not normalized, has small values
-    and therefore the head's rate."""
+    All rates are multiplied by `batch_factor`; those of a pretrained model are as much lower as the given rate. An
+    embedding that is a head too, or is not normalized, has small values and therefore the head's rate."""
     if arguments.optimizer != "muon":
         return arguments
     scale = batch_factor(tokens_per_step)
+    if is_pretrained and "learning_rate" in given:
+        scale = arguments.learning_rate / MUON_RATES["learning_rate"]
     rates = {name: rate * scale for name, rate in MUON_RATES.items()}
     for name in ("embedding_learning_rate", "head_learning_rate"):
         rates[name] *= math.sqrt(768 / model.n_embd)
