@@ -90,11 +90,11 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, st
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Return the ids of `prompt`, or the beginning-of-text token if it is empty.
-    Raise a `ModelError` if there is no such token or if the tokenizer cannot encode a character."""
-    ids = encode(tokenizer, prompt)
-    if not ids and tokenizer.bos_token_id is not None:
-        ids = [tokenizer.bos_token_id]
+    """Return the ids of `prompt`, after the beginning-of-text token if the tokenizer puts it before a text or the
+    prompt is empty. Raise a `ModelError` if there is no such token or if the tokenizer cannot encode a character."""
+    ids, bos = encode(tokenizer, prompt), tokenizer.bos_token_id
+    if bos is not None and (not ids or tokenizer.encode("")[:1] == [bos]):
+        ids = [bos, *ids]
     if not ids:
         raise ModelError(
             "The prompt is empty, and this model's tokenizer has no beginning-of-text token; give a prompt."

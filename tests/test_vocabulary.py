@@ -13,16 +13,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.long_words import TEXTS
 from conftest import REPOSITORY, assert_one_sentence, assert_user_error, contents, prose, tokenized
+from modeling_gpt2scratch.prompts import encode_prompt
 from tokenizer.build.recipe import Recipe
 from tokenizer.corpus.chat import CHATML_TOKENS
 from tokenizer.encoding import encode, vocabulary
-from tokenizer.encoding.vocabulary import VocabularyArguments, build, character_tokenizer, problems, train_bpe
+from tokenizer.encoding.vocabulary import (
+    SavedTokenizer,
+    VocabularyArguments,
+    build,
+    character_tokenizer,
+    problems,
+    train_bpe,
+)
 from tokenizer.store.store import TokenStore
+from training.checkpoints.loading import rules
 
 PROSE = "The quick brown fox jumps over the lazy dog; it wouldn't stop.\n\n    Indented, 12345 times.\n" * 30
 UNICODE = {
@@ -317,6 +326,21 @@ def test_existing_tokenizer_is_used_unchanged_and_another_vocab_size_refused(tmp
         recipe = Recipe(["any"], vocabulary=VocabularyArguments(tokenizer=str(tmp_path / "theirs")))
         sentence = f"theirs has 281 tokens, but the id {id:,}; use another tokenizer"
         assert_user_error(sentence, build, recipe.vocabulary, recipe.existing_tokenizer, lambda: [PROSE])
+
+
+@pytest.mark.parametrize("made_here", [False, True])
+def test_a_tokenizer_adds_no_tokens_that_the_training_text_lacks(tmp_path, made_here):
+    theirs, plain = train_bpe([PROSE], 280), train_bpe([PROSE], 280)("the of").input_ids
+    template = processors.TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    theirs.backend_tokenizer.post_processor = template
+    theirs.chat_template = "{{ messages }}"
+    assert theirs("the of").input_ids == encode_prompt(theirs, "the of") == [0, *plain]
+    vocabulary.save(theirs, tmp_path)
+    existing = SavedTokenizer.read(tmp_path) if made_here else vocabulary.load(tmp_path)
+    ours = build(VocabularyArguments(tokenizer=str(tmp_path)), existing, list)
+    assert ours("the of").input_ids == encode_prompt(ours, "the of") == plain
+    assert (ours.eos_token_id, ours.pad_token_id, ours.chat_template) == (0, 1, "{{ messages }}")
+    assert rules(ours) == rules(theirs)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"model": {}, "added_tokens": []}'])

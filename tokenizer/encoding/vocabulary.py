@@ -68,11 +68,12 @@ def build(
     must_fit: bool = True,
     say: Callable[[str], None] = print,
 ) -> "PreTrainedTokenizerBase | SavedTokenizer":
-    """Return the `existing` tokenizer, or one built from `texts` according to `arguments`.
+    """Return the `existing` tokenizer, which then adds no tokens to a text, or one built from `texts` according to
+    `arguments`.
     Raise a `UserError` if its size differs from `vocab_size` and `must_fit` is true, or `vocab_size` is too small."""
     if existing is not None:
-        tokenizer = existing
         check_ids(existing, arguments.tokenizer)
+        tokenizer = existing if not existing.backend_tokenizer.encode("").ids else _without_added_tokens(existing)
     elif arguments.tokenizer_type == "character":
         tokenizer = character_tokenizer(texts())
     else:
@@ -87,6 +88,16 @@ def build(
             f"vocab_size is {arguments.vocab_size} but {subject} has {size} tokens; set --vocab_size {size}."
         )
     return tokenizer
+
+
+def _without_added_tokens(tokenizer: "PreTrainedTokenizerBase | SavedTokenizer") -> "PreTrainedTokenizerFast":
+    """Return a tokenizer without the beginning-of-text token, for example, before each text: the training text has
+    none, so that a model would get an unknown token."""
+    from transformers import PreTrainedTokenizerFast
+
+    rust, template = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()), tokenizer.chat_template
+    rust.post_processor = None
+    return PreTrainedTokenizerFast(tokenizer_object=rust, chat_template=template, **tokenizer.special_tokens_map)
 
 
 def problems(arguments: VocabularyArguments, chat_tokens: Iterable[str] = ()) -> list[str]:

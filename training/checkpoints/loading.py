@@ -85,8 +85,8 @@ def check_store(source: str | Path, tokenizer: PreTrainedTokenizerBase, store: T
 
 
 def rules(tokenizer: PreTrainedTokenizerBase) -> dict:
-    """Return the settings of a tokenizer that determine ids, without those that a loader may set: truncation, padding,
-    and which added tokens are special."""
+    """Return the settings of a tokenizer that determine the ids of a text, without those that a loader may set:
+    truncation, padding, tokens before or after a text, and which added tokens are special."""
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
     rules["added_tokens"] = [token | {"special": None} for token in rules["added_tokens"]]
-    return {name: value for name, value in rules.items() if name not in ("truncation", "padding")}
+    return {name: value for name, value in rules.items() if name not in ("truncation", "padding", "post_processor")}

@@ -136,7 +136,8 @@ def compare_models(
         if title != name:
             scorer, tokenizer = load_any_model(find_model(title), torch.float32)
             scorer = scorer.to(accelerator.device)
-        bos = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        has_bos = title != name and tokenizer.bos_token_id is not None  # in training, documents follow the eos
+        bos = tokenizer.bos_token_id if has_bos else tokenizer.eos_token_id
         encoding = text.encoded(tokenizer, title)
         nats[title] = nats_of_model(scorer, bos, encoding, len(text.bytes), accelerator, title)
         if title == name:
