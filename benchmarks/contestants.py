@@ -178,7 +178,7 @@ def ours(folder: Path, workload: Workload, measurement: Measurement, more: dict[
 
 def raw(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
     """Measure our model in a minimal loop, which shows the overhead of Accelerate and the rest of a run."""
-    from common.memory import keep_freed_memory
+    from common.machine import keep_freed_memory
     from modeling_gpt2scratch import GPT2ScratchConfig
     from tokenizer.store.store import TokenStore
     from training.data.batches import BatchPlan, TrainBatches, WindowOrder

@@ -75,7 +75,7 @@ def test_freed_memory_is_kept_for_reuse(launch):
     """64 MB are 16,384 pages; without the setting, each would be requested again five times, with it at most once."""
     code = """if True:
         import resource
-        from common.memory import keep_freed_memory
+        from common.machine import keep_freed_memory
         keep_freed_memory()
         b"x" * (1 << 26), b"x" * (1 << 26)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

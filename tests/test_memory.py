@@ -5,7 +5,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
 
-from common import memory
+from common import machine
 from conftest import MODERN
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.plan.memory import Memory
@@ -155,9 +155,30 @@ def test_free_memory_is_at_most_that_of_every_control_group(monkeypatch, tmp_pat
         (tmp_path / controller / group / "memory.stat").write_text(
             f"anon 1\n{files[2]}inactive_file {GIB // 2}\n{files[2]}active_file {GIB // 2}\n"
         )
-    monkeypatch.setattr(memory, "MEMBERSHIP", tmp_path / "membership")
-    monkeypatch.setattr(memory, "CONTROL_GROUPS", tmp_path)
-    assert [*memory.memory_limits()] == [(4 * GIB, 2 * GIB)]
-    assert memory.free_memory() == 2 * GIB
-    monkeypatch.setattr(memory, "MEMBERSHIP", tmp_path / "absent")
-    assert memory.free_memory() > 0
+    monkeypatch.setattr(machine, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path)
+    assert [*machine.memory_limits()] == [(4 * GIB, 2 * GIB)]
+    assert machine.free_memory() == 2 * GIB
+    monkeypatch.setattr(machine, "MEMBERSHIP", tmp_path / "absent")
+    assert machine.free_memory() > 0
+
+
+@pytest.mark.parametrize(
+    ("controller", "limits"),
+    [
+        ("", {"job/cpu.max": "max 100000", "cpu.max": "250000 100000"}),
+        ("cpu,cpuacct", {"cpu.cfs_quota_us": "250000", "cpu.cfs_period_us": "100000", "job/cpu.cfs_quota_us": "-1"}),
+    ],
+)
+def test_cores_are_at_most_those_of_a_container(monkeypatch, tmp_path, controller, limits):
+    (tmp_path / controller / "job").mkdir(parents=True)
+    for name, value in limits.items():
+        (tmp_path / controller / name).write_text(value + "\n")
+    (tmp_path / "membership").write_text(f"1:{controller}:/job\n")
+    monkeypatch.setattr(machine, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: range(64))
+    monkeypatch.setattr(machine.psutil, "cpu_count", lambda logical: 64 if logical else 32)
+    assert [machine.cores(logical) for logical in (True, False)] == [3, 3]
+    (tmp_path / "membership").write_text("")
+    assert [machine.cores(logical) for logical in (True, False)] == [64, 32]

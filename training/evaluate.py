@@ -33,7 +33,7 @@ from transformers.utils import logging as transformers_logging
 from common.command_line import FlagParser, run
 from common.errors import UserError, disk_errors
 from common.limits import setting
-from common.memory import keep_freed_memory
+from common.machine import keep_freed_memory
 from tokenizer.corpus import hub
 from tokenizer.encoding import vocabulary
 from tokenizer.store.store import TokenStore

@@ -13,7 +13,7 @@ from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import Problems, UserError, counted
-from common.memory import free_memory
+from common.machine import free_memory
 from tokenizer.corpus.units import Corpus
 from tokenizer.store.store import SPLITS, TokenStore
 from training.checkpoints.backup import Backup

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from common.errors import UserError, disk_errors
 from tokenizer.build.recipe import Recipe
-from tokenizer.build.store_builder import StoreBuilder, cores
+from tokenizer.build.store_builder import StoreBuilder, most_workers
 from tokenizer.build.worker import Workers
 from tokenizer.corpus import files
 from tokenizer.corpus.byte_range import ByteRange
@@ -44,7 +44,7 @@ class SampledCorpus(Corpus):
     def units(self) -> list[Unit]:
         parts = [part for unit in super().units() for part in unit.ranges]
         self.text_sizes = [self.text_size * self.sample_size / (self.size - self.skipped_size or 1)]
-        number = math.ceil(len(parts) / cores()) or 1  # keep all processes busy, as with the whole text
+        number = math.ceil(len(parts) / most_workers()) or 1  # keep all processes busy, as with the whole text
         return [Unit(1.0, tuple(parts[i : i + number])) for i in range(0, len(parts), number)]
 
     def _ranges(self, file: TextFile) -> list[tuple[int, ByteRange]]:
@@ -105,7 +105,7 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
     if limit.bytes <= LARGE_BYTES or (dataset is None and corpus.text_size <= LARGE_BYTES):
         return None
     say(f"Reading a sample of {data} ...")
-    workers = Workers(cores())
+    workers = Workers(most_workers())
     with disk_errors(folder, RESUMES), closing(workers):
         if dataset is not None:
             recipe = replace(recipe, corpus=replace(recipe.corpus, max_bytes=str(SAMPLE_BYTES)))

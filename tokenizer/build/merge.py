@@ -21,7 +21,7 @@ import xxhash
 from common import schema
 from common.atomic import write_atomic
 from common.errors import UserError
-from common.memory import free_memory
+from common.machine import free_memory
 from tokenizer.build.worker import DocumentSettings, Part, part_file, row_type
 from tokenizer.cleaning import dedup
 from tokenizer.corpus.units import Unit

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from common import schema
 from common.errors import Problems, UserError, counted, disk_errors, require_room
-from common.memory import free_memory
+from common.machine import cores, free_memory
 from common.progress import Progress
 from common.removal import MARK, discard, is_marked, mark, renew
 from tokenizer.build import report
@@ -67,7 +67,7 @@ def pretokenize(
     folder = folder.resolve() if folder.is_symlink() or not folder.name else folder
     if os.fsencode(folder).decode(errors="ignore") != str(folder):  # the Rust library cannot write to other names
         raise UserError(f"{str(folder)!a} is not a UTF-8 name; choose another --output.")
-    workers = Workers(num_proc or cores())
+    workers = Workers(num_proc or most_workers())
     with disk_errors(folder, RESUMES), closing(workers):
         builder = StoreBuilder(recipe, folder, say, workers, is_cache)
         check_writable(folder)  # before a lock file is written next to the folder
@@ -134,10 +134,9 @@ def _changes(old_settings: dict[str, Any], old_inputs: list, settings: dict[str,
     return "; ".join(words[:3]) + (f"; and {len(words) - 3} more" if len(words) > 3 else "")
 
 
-def cores() -> int:
+def most_workers() -> int:
     """Return the number of cores, or of processes for which there is memory."""
-    number = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(number, free_memory() // WORKER_BYTES))
+    return max(1, min(cores(logical=True), free_memory() // WORKER_BYTES))
 
 
 def _locked(folder: Path, suffix: str, wait: bool) -> AbstractContextManager:

@@ -29,7 +29,7 @@ import xxhash
 from common import schema
 from common.atomic import write_atomic
 from common.errors import UserError, check_format, disk_errors
-from common.memory import keep_freed_memory
+from common.machine import keep_freed_memory
 from tokenizer.cleaning.cleaning import Cleaner, RuleStats
 from tokenizer.cleaning.dedup import BANDS, KEYS, MinHasher
 from tokenizer.corpus.chat import ChatTemplate

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from common.memory import free_memory
+from common.machine import free_memory
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store.store import TokenStore
 from training.budget import scaling

@@ -22,7 +22,7 @@ from common import schema
 from common.atomic import write_atomic
 from common.errors import NONSENSE, UserError
 from common.limits import free, setting
-from common.memory import free_memory
+from common.machine import free_memory
 from tokenizer.build.recipe import Recipe
 from tokenizer.corpus.units import Corpus
 from tokenizer.store.store import TokenStore, read_metadata

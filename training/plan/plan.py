@@ -8,7 +8,7 @@ import psutil
 import torch._inductor
 
 from common.limits import setting
-from common.memory import memory_limits
+from common.machine import memory_limits
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.data.batches import BatchPlan, DataPosition, WindowOrder
 from training.data.run_data import Placement

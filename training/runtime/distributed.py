@@ -15,7 +15,7 @@ from torch import distributed
 from transformers.utils import logging as transformers_logging
 
 from common.errors import UserError
-from common.memory import keep_freed_memory
+from common.machine import keep_freed_memory
 from training.runtime.device import Setup, keep_accelerate_from_sharding
 from training.runtime.restart import restarted
 

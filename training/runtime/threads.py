@@ -4,15 +4,8 @@ import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other impor
 
 import os
 
-import psutil
-
+from common.machine import cores
 from training.runtime.launcher import launcher_option, set_by_launcher
-
-
-def _cores() -> int:
-    """Return the number of physical cores that this process may use."""
-    physical = psutil.cpu_count(logical=False) or os.cpu_count()
-    return min(physical, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else physical
 
 
 def _is_asked_for() -> bool:
@@ -25,7 +18,7 @@ def _is_asked_for() -> bool:
 # Otherwise torch might choose another number and round differently. It is set here, not later in torch, because then a
 # step of two threads takes a fifth longer (docs/log.md).
 if not _is_asked_for():
-    os.environ["OMP_NUM_THREADS"] = str(max(1, _cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    os.environ["OMP_NUM_THREADS"] = str(max(1, cores(logical=False) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 # Threads wait for each other in every step. By default they spin for milliseconds, and a step takes several times
 # longer if another process uses a core. This is libgomp's own value for more threads than cores; it costs 3% if the
 # cores are free (docs/log.md).
