@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> None:
         torch.manual_seed(options.seed)
     with model_errors():
         check_logits(source, model)
-        ids = [] if options.chat else encode_prompt(tokenizer, options.prompt)
+        ids = [] if options.chat else encode_prompt(tokenizer, options.prompt, model)
     if options.chat:
         config.max_new_tokens = options.max_new_tokens or 400
         chat(model, tokenizer, options.prompt, config)

@@ -89,11 +89,13 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, st
     return ids
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Return the ids of `prompt`, after the beginning-of-text token if the tokenizer puts it before a text or the
-    prompt is empty. Raise a `ModelError` if there is no such token or if the tokenizer cannot encode a character."""
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, model: PreTrainedModel | None = None) -> list[int]:
+    """Return the ids of `prompt`, or the beginning-of-text token if it is empty. A `model` of another project also gets
+    this token before a prompt if its tokenizer adds it. Raise a `ModelError` if there is no such token or if the
+    tokenizer cannot encode a character."""
     ids, bos = encode(tokenizer, prompt), tokenizer.bos_token_id
-    if bos is not None and (not ids or tokenizer.encode("")[:1] == [bos]):
+    is_added = model is not None and model.config.model_type != "gpt2scratch" and tokenizer.encode("")[:1] == [bos]
+    if bos is not None and (not ids or (is_added and ids[0] != bos)):
         ids = [bos, *ids]
     if not ids:
         raise ModelError(

@@ -70,7 +70,7 @@ def write(
     try:
         (model, tokenizer), tokens = entry.load(), []
         if isinstance(prompt, str):
-            ids = prompts.encode_prompt(tokenizer, prompt)
+            ids = prompts.encode_prompt(tokenizer, prompt, model)
         else:  # at least half of the context is for the chat
             context, continuation.is_endless = model.config.max_position_embeddings, not prompts.end_tokens(model)
             settings = replace(settings, max_new_tokens=max(1, min(settings.max_new_tokens, context // 2)))

@@ -10,6 +10,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -334,11 +335,13 @@ def test_a_tokenizer_adds_no_tokens_that_the_training_text_lacks(tmp_path, made_
     template = processors.TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     theirs.backend_tokenizer.post_processor = template
     theirs.chat_template = "{{ messages }}"
-    assert theirs("the of").input_ids == encode_prompt(theirs, "the of") == [0, *plain]
+    models = (SimpleNamespace(config=SimpleNamespace(model_type=kind)) for kind in ("llama", "gpt2scratch"))
+    assert [encode_prompt(theirs, "the of", model) for model in models] == [theirs("the of").input_ids, plain]
+    assert theirs("the of").input_ids == [0, *plain]
     vocabulary.save(theirs, tmp_path)
     existing = SavedTokenizer.read(tmp_path) if made_here else vocabulary.load(tmp_path)
     ours = build(VocabularyArguments(tokenizer=str(tmp_path)), existing, list)
-    assert ours("the of").input_ids == encode_prompt(ours, "the of") == plain
+    assert ours("the of").input_ids == plain
     assert (ours.eos_token_id, ours.pad_token_id, ours.chat_template) == (0, 1, "{{ messages }}")
     assert rules(ours) == rules(theirs)
 

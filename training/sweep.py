@@ -57,16 +57,17 @@ def main(arguments: list[str]) -> None:
         configs.append(problems.add_of(read_config, [command, check]))
     problems.add_of(refuse_replacing, [plot := base / "comparison.png"])
     problems.refuse()
-    if drive and Path(drive).is_dir() and not first_config.cost.plan:
-        with suppress(OSError):  # each run reports it
-            Path(drive, base.name).mkdir(exist_ok=True)
     failures = []
     for command, config in zip(commands.values(), configs, strict=True):
         folder = config.run.folder
         is_finished = read_status(folder.status).get("state") == "finished" and not config.run.overwrite_output_dir
         if is_finished and not config.settings.differences(read_yaml(folder.config)):
             print(f"{folder.path} is finished.")
-        elif train(command):
+            continue
+        if drive and Path(drive).is_dir() and not config.cost.plan:
+            with suppress(OSError):  # each run reports it
+                Path(drive, base.name).mkdir(exist_ok=True)
+        if train(command):
             failures.append(str(folder.path))
         elif not config.cost.plan and read_status(folder.status).get("state") == "stopped":  # max_hours
             print(f"{folder.path} was stopped, so the sweep ends here; the same command continues it.")

@@ -183,6 +183,10 @@ def prune(folder: Path, limit: int | None, metrics: Path, in_use: Path | None = 
             discard(checkpoint, FILES)
 
 
+# Errors of the disk, of its driver and of the file system (EUCLEAN is Linux's for a damaged inode).
+DAMAGE = {errno.EIO, errno.ENOENT, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
+
+
 class DamageError(OSError):
     """Error for a damaged checkpoint. Its text completes a sentence that starts with 'it is damaged: '."""
 
@@ -196,7 +200,7 @@ def damage(checkpoint: Path) -> str | None:
     except DamageError as error:
         return str(error)
     except OSError as error:
-        if error.errno not in (errno.EIO, errno.ENOENT):  # a drive that is not available damages nothing
+        if error.errno not in DAMAGE:  # a drive that is not available damages nothing
             error.filename = error.filename or str(checkpoint)
             raise
         return f"{error.filename or 'it'} cannot be read ({error.strerror or error})"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 from transformers import CompileConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -78,7 +78,7 @@ def continue_texts(
     config.eos_token_id = end_tokens(model) or None
     config.pad_token_id = model.config.pad_token_id
     room = model.config.max_position_embeddings - 1  # a prompt that fills the context leaves none for new tokens
-    tokens = torch.tensor([encode_prompt(tokenizer, prompt)[-room:]] * number, device=model.device)  # (B, T)
+    tokens = torch.tensor([encode_prompt(tokenizer, prompt, model)[-room:]] * number, device=model.device)  # (B, T)
     stream = None if write is None else TextStream(tokenizer, write)
     texts = continue_tokens(model, tokens, max_new_tokens, config, stream)
     return tokenizer.batch_decode(texts, skip_special_tokens=True)
@@ -127,8 +127,9 @@ def with_prompts(
             raise UserError(f"sample_prompts: {error}") from error
         return arguments
     tokens, offsets = store.memory_map("val"), store.offsets("val")
-    bounds = [(start, min(end, start + OPENING_TOKENS)) for start, end in pairwise(offsets) if end > start + 1][:3]
-    openings = [tokens[start:end] for start, end in bounds or [(0, OPENING_TOKENS)]]
+    documents = islice(((start, end) for start, end in pairwise(offsets) if end > start + 1), 3)
+    bounds = [(start, min(end, start + OPENING_TOKENS)) for start, end in documents] or [(0, OPENING_TOKENS)]
+    openings = [tokens[start:end] for start, end in bounds]
     prompts = [tokenizer.decode(opening.tolist(), skip_special_tokens=True) for opening in openings]
     return replace(arguments, sample_prompts=prompts)
 
