@@ -91,8 +91,8 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, st
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, model: PreTrainedModel | None = None) -> list[int]:
     """Return the ids of `prompt`, or the beginning-of-text token if it is empty. A `model` of another project also gets
-    this token before a prompt if its tokenizer adds it. Raise a `ModelError` if there is no such token or if the
-    tokenizer cannot encode a character."""
+    this token before a prompt if its tokenizer adds it. Raise a `ModelError` for an empty prompt if the tokenizer lacks
+    this token, or for a character that it cannot encode."""
     ids, bos = encode(tokenizer, prompt), tokenizer.bos_token_id
     is_added = model is not None and model.config.model_type != "gpt2scratch" and tokenizer.encode("")[:1] == [bos]
     if bos is not None and (not ids or (is_added and ids[0] != bos)):

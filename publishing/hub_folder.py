@@ -48,6 +48,10 @@ def assemble(
         twin = to_native(model)
         twin = twin.to(release.dtype) if twin.config.model_type == "gpt2" else twin
         save(twin, tokenizer, destination / TWIN if options.has_twin else destination)
+    if options.onnx_types and not options.has_weights:
+        for path in model_files(release.folder, (GENERATION, *TOKENIZER)):
+            shutil.copy(path, destination / path.name)
+        write_atomic(destination / CONFIG, json.dumps(onnx_config(model.config), indent=2) + "\n")
     _write_ends(destination / GENERATION, model)
     for plot in release.plots:
         shutil.copy(plot, destination / plot.name)
@@ -57,14 +61,7 @@ def assemble(
         write_gguf(model, tokenizer, file, kind, name, options.license)
         logits, loss = logit_difference(model, file, ids)
         gguf.append({"name": file.name, "kind": kind.upper(), "logits": logits, "loss": loss, "tokens": ids.numel()})
-    onnx = []
-    if options.onnx_types:
-        if not options.has_weights:
-            for path in model_files(release.folder, (GENERATION, *TOKENIZER)):
-                shutil.copy(path, destination / path.name)
-            write_atomic(destination / CONFIG, json.dumps(onnx_config(model.config), indent=2) + "\n")
-            _write_ends(destination / GENERATION, model)
-        onnx = write_onnx(model, reference, destination, options.onnx_types)
+    onnx = write_onnx(model, reference, destination, options.onnx_types) if options.onnx_types else []
     write_atomic(destination / "README.md", model_card(release, repository, options, gguf, onnx))
     set_default_permissions(destination)
 

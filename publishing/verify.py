@@ -137,11 +137,8 @@ def _run_isolated(location: Location, reference: Expected) -> tuple[dict[str, An
         elsewhere = Path(folder)
         model, home = location.name, str(elsewhere / "home")
         if location.cache is None:  # a copy: the check sees only published files and cannot change them
-            model = str(
-                shutil.copytree(
-                    location.name, elsewhere / "model", ignore=shutil.ignore_patterns(MARK, "*.gguf", "*.onnx")
-                )
-            )
+            others = shutil.ignore_patterns(MARK, "*.gguf", "*.onnx")
+            model = str(shutil.copytree(location.name, elsewhere / "model", ignore=others))
         request = {name: str(elsewhere / name) for name in ("files", "logits", "answer")} | {
             "model": model,
             "revision": location.revision or "main",

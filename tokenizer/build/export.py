@@ -156,13 +156,8 @@ def _public(source: str) -> str:
 def _public_command(metadata: Metadata) -> str:
     """Return the command with all settings that differ from the defaults."""
     usual = Recipe(metadata.sources).settings()
-    is_text = "import_tokens" not in metadata.settings
-    parts = [
-        "python",
-        "-m",
-        "tokenizer.pretokenize",
-        *(["--input", *map(_public, metadata.sources)] if is_text else []),
-    ]
+    text = [] if "import_tokens" in metadata.settings else ["--input", *map(_public, metadata.sources)]
+    parts = ["python", "-m", "tokenizer.pretokenize", *text]
     for name, value in metadata.settings.items():
         if name not in NO_FLAGS and value != usual.get(name) and value != []:
             values = value if isinstance(value, list) else [] if value is True else [value]

@@ -201,9 +201,8 @@ def describe_forecast(
         "family": "modern" if config.optim.optimizer == "muon" else "gpt2",
         "N": size_of(plan.model).products,
         "scaling": scaling,
-        "chosen": dump_config(
-            config.with_settings({"max_train_tokens": None}), omits_defaults=True
-        ),  # it has max_steps
+        # With max_steps: two lengths in one file would be refused.
+        "chosen": dump_config(config.with_settings({"max_train_tokens": None}), omits_defaults=True),
         "checkpoints": checkpoints,
         "free": shutil.disk_usage(parent).free,
         "rates": describe_rates(config.optim, plan.tokens_per_step),
