@@ -122,7 +122,7 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
             hub.create_branch(**target, branch=repository.branch, exist_ok=True)
         paths, names = published_files(folder), hub.list_repo_files(**on_branch)
         patterns = HUB_FILES if is_model else ()
-        stale = [name for name in names if name not in paths and _matches(name, patterns)]
+        stale = sorted(name for name in names if name not in paths and _matches(name, patterns))
         if is_model and "README.md" in names:
             with tempfile.TemporaryDirectory() as cache:
                 card = Path(hub.hf_hub_download(filename="README.md", cache_dir=cache, **on_branch))
