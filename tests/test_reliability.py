@@ -202,10 +202,11 @@ def test_a_command_that_discards_steps_is_not_advised_again(run, start):
     shutil.rmtree(first.with_name("step_00000006"))
     for arguments in (["--resume_from_checkpoint", str(first)], ["--overwrite_output_dir"]):
         process = start(run, *arguments, max_steps=10**6, save_steps=10**6, eval_strategy="no")
-        next(line for line in process.stdout if line.startswith("step "))
+        next(line for line in process.stdout if line.startswith("step       9/"))
         process.terminate()
-        output, _ = process.communicate(timeout=600)
-        assert f"To resume, run:\n  python train_accelerate.py --resume_from_checkpoint {run}\n" in output
+        output, errors = process.communicate(timeout=600)
+        sentence = f"To resume, run:\n  python train_accelerate.py --resume_from_checkpoint {run}\n"
+        assert sentence in output, errors
 
 
 def test_a_resumed_run_keeps_its_micro_batch(finished_copy, train):
