@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -29,14 +29,6 @@ SWITCH = dict.fromkeys(("true", "yes", "t", "y", "1"), True) | dict.fromkeys(("f
 LONGEST_ERROR = 400  # maximum characters of a reason, which quotes the input
 # Options of `accelerate launch`, which does not read them after the name of the script.
 OF_LAUNCHER = set("num_processes num_machines machine_rank main_process_ip main_process_port multi_gpu gpu_ids".split())
-
-
-class CommandLine(NamedTuple):
-    """Values of a command by the name of their setting."""
-
-    flags: dict[str, Any]
-    file: dict[str, Any]
-    path: Path | None  # of the file
 
 
 class FlagParser:
@@ -79,9 +71,9 @@ class FlagParser:
         arguments: list[str],
         check: Callable[..., None] = lambda *parts: None,
         default_file: Callable[[dict[str, Any]], Path | None] = lambda flags: None,
-        build: Callable[[CommandLine], Any] | None = None,
+        build: Callable[[dict[str, Any], dict[str, Any], Path | None], Any] | None = None,
     ) -> Any:
-        """Return the filled dataclasses, or what `build` makes of the values.
+        """Return the filled dataclasses, or what `build` makes of the values of flags and file, and the file's path.
         `default_file` returns, for the flags, the file that is read if no `--config` is given. `check` receives the
         dataclasses. Both, and `build`, raise a `UserError` for wrong values. All problems are raised together, one per
         line, including unknown flags and keys, values of the wrong type, and a missing or unreadable file."""
@@ -99,9 +91,7 @@ class FlagParser:
         problems.unsure -= flags.keys()
         result = None
         if not self._lacks_needed(file | flags, problems) and has_file:
-            result = (
-                problems.add_of(build, [CommandLine(flags, file, path)]) if build else fill(self.kinds, file | flags)
-            )
+            result = problems.add_of(build, [flags, file, path]) if build else fill(self.kinds, file | flags)
             problems.add_of(check, [] if build else result)
         problems.refuse()
         return result
@@ -236,9 +226,7 @@ class FlagParser:
 
 def fill(kinds: Iterable[type], values: Mapping[str, Any]) -> tuple:
     """Return the dataclasses with `values` by the names of their fields. A field without a value has its default."""
-    return tuple(
-        kind(**{field.name: values[field.name] for field in fields(kind) if field.name in values}) for kind in kinds
-    )
+    return tuple(kind(**{f.name: values[f.name] for f in fields(kind) if f.name in values}) for kind in kinds)
 
 
 def split_flags(arguments: list[str]) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from rich import progress
@@ -12,7 +13,7 @@ SECONDS_BETWEEN_LINES = 30.0
 Item = TypeVar("Item")
 
 
-class Progress:
+class Progress(AbstractContextManager):
     """Progress bar on stderr if that is a terminal and `is_shown`. Otherwise `say` receives a line every 30 seconds."""
 
     def __init__(self, label: str, total: int, is_shown: bool = True, say: Callable[[str], None] = lambda line: None):
@@ -22,11 +23,8 @@ class Progress:
         self.bar = progress.Progress(TextColumn(label), *columns, console=console, transient=True, disable=is_hidden)
         self.task = self.bar.add_task("", total=total, note="")
         self.total, self.say, self.done = total, say, 0
-
-    def __enter__(self) -> "Progress":
         self.started = self.said = time.monotonic()
         self.bar.start()
-        return self
 
     def __exit__(self, *_) -> None:
         self.bar.stop()

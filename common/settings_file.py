@@ -26,9 +26,7 @@ class TextLoader(yaml.BaseLoader):
             if not isinstance(name, yaml.ScalarNode):
                 raise yaml.YAMLError(f"line {name.start_mark.line + 1}: a name must be a word")
         times = Counter(name.value for name, _ in node.value)
-        if duplicates := [
-            f"it contains {name} {number:,} times; keep one" for name, number in times.items() if number > 1
-        ]:
+        if duplicates := [f"it contains {name} {n:,} times; keep one" for name, n in times.items() if n > 1]:
             raise yaml.YAMLError(". ".join(duplicates))
         return {name.value: self.construct_object(value) for name, value in node.value}
 

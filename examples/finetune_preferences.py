@@ -17,7 +17,7 @@ from common.limits import setting
 from examples.tuning.base import load
 from examples.tuning.measurements import MEASURED, Learned, score, until
 from examples.tuning.records import UselessError, read_examples, splits
-from examples.tuning.settings import Tuning, default_rate, parse, start
+from examples.tuning.settings import Tuning, parse, start
 from examples.tuning.template import give_template, template_errors
 from examples.tuning.trainer import lora, shared_settings, train_and_save
 from tokenizer.corpus.chat import normalized
@@ -29,9 +29,7 @@ class PreferenceTuning(Tuning):
     beta: float = setting(0.1, "A higher value keeps the model closer to the one before.", above=0, maximum=100)
     # Without it, DPO can lower the likelihood of both answers: measured in docs/finetuning.md.
     sft_weight: float = setting(1.0, "Weight of the chosen answer's own loss; 0 is plain DPO.", maximum=100)
-
-    def default_rate(self, width: int) -> float:
-        return default_rate(width, lora=False)  # with LoRA, a tenth of the rate for chats
+    lora_factor = 1  # a tenth of the rate for chats
 
 
 def pair_of(record: dict[str, Any]) -> dict[str, Any]:

@@ -114,9 +114,7 @@ def logit_difference(model: GPT2ScratchForCausalLM, file: Path, ids: torch.Tenso
         twin = copy.deepcopy(model)
         for block in twin.transformer.h:
             block.mlp.act = ACT2FN[LLAMA_CPP_GELU]
-    tensors = {
-        tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in gguf.GGUFReader(file).tensors
-    }
+    tensors = {part.name: gguf.dequantize(part.data, part.tensor_type) for part in gguf.GGUFReader(file).tensors}
     for gguf_name, weight in _tensors(twin).items():
         weight.copy_(torch.from_numpy(np.array(tensors[gguf_name][: len(weight)])))
     largest, losses = 0.0, []

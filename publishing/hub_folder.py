@@ -3,11 +3,12 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from common.atomic import file_sha256, set_default_permissions, write_atomic
 from common.errors import UserError
 from common.removal import renew
-from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM, configuration_gpt2scratch, loading
+from modeling_gpt2scratch import GPT2ScratchConfig, configuration_gpt2scratch, loading
 from modeling_gpt2scratch.conversion_gpt2scratch import native_kind, save, to_native
 from modeling_gpt2scratch.loading import CONFIG, GENERATION, INDEX, SHARDS, TOKENIZER, WEIGHTS, read_json
 from publishing.card import FolderArguments, model_card
@@ -28,11 +29,7 @@ TWIN = "native"  # name of the subfolder with the native twin
 
 
 def assemble(
-    release: PublishedModel,
-    repository: Repository,
-    options: FolderArguments,
-    destination: Path,
-    reference: Expected,
+    release: PublishedModel, repository: Repository, options: FolderArguments, destination: Path, reference: Expected
 ) -> None:
     """Write the model, its card and the formats in `options` to `destination`. The card compares GGUF, ONNX and model
     on the text of `reference`. Raise a `UserError` if the model cannot have a format, or `destination` was not written
@@ -43,7 +40,9 @@ def assemble(
         for path in model_files(release.folder, PUBLIC_FILES):
             shutil.copy(path, destination / path.name)
         if not options.trust_folder_code:
-            _write_code(destination)
+            for name in CODE:  # the current version, which also loads models of older ones
+                shutil.copy(OUR_CODE / name, destination / name)
+            _set(destination / CONFIG, "auto_map", configuration_gpt2scratch.AUTO_MAP)
     if options.has_native:
         twin = to_native(model)
         twin = twin.to(release.dtype) if twin.config.model_type == "gpt2" else twin
@@ -52,7 +51,8 @@ def assemble(
         for path in model_files(release.folder, (GENERATION, *TOKENIZER)):
             shutil.copy(path, destination / path.name)
         write_atomic(destination / CONFIG, json.dumps(onnx_config(model.config), indent=2) + "\n")
-    _write_ends(destination / GENERATION, model)
+    if (path := destination / GENERATION).is_file():
+        _set(path, "eos_token_id", model.generation_config.eos_token_id)  # the tokens that end a text
     for plot in release.plots:
         shutil.copy(plot, destination / plot.name)
     gguf, name = [], repository.id.split("/")[1]
@@ -90,20 +90,8 @@ def check_native(folder: Path) -> None:
         native_kind(GPT2ScratchConfig.from_dict(loading.read_model_config(folder)))
 
 
-def _write_ends(path: Path, model: GPT2ScratchForCausalLM) -> None:
-    """Write the tokens that end a text into the settings of generation, if there are such settings."""
-    if path.is_file():
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        if settings.get("eos_token_id") != (ends := model.generation_config.eos_token_id):
-            write_atomic(path, json.dumps(settings | {"eos_token_id": ends}, indent=2) + "\n")
-
-
-def _write_code(destination: Path) -> None:
-    """Write the current code, which also loads models of older versions, and a config.json that names it."""
-    for name in CODE:
-        shutil.copy(OUR_CODE / name, destination / name)
-    path = destination / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if config.get("auto_map") != configuration_gpt2scratch.AUTO_MAP:
-        config["auto_map"] = configuration_gpt2scratch.AUTO_MAP
-        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+def _set(path: Path, name: str, value: Any) -> None:
+    """Write a setting into a JSON file, unless the file already has it."""
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if settings.get(name) != value:
+        write_atomic(path, json.dumps(settings | {name: value}, indent=2) + "\n")

@@ -65,7 +65,11 @@ def write_page(
     (destination / "index.html").write_text(page, encoding="utf-8")
     for i, (facts, release) in enumerate(models):
         if release is not None:
-            facts |= _write_model(release, destination, f"models/{i}", kind)
+            (folder := destination / "models" / str(i)).mkdir(parents=True)
+            write_onnx(release.model, expect(release), folder, [kind])
+            release.tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+            file = folder / ONNX[kind]
+            facts |= _files(f"models/{i}", kind, file.stat().st_size, file_sha256(file))
     content = {"title": title, "runtime": runtime, "examples": examples, "models": [facts for facts, _ in models]}
     (destination / "models.json").write_text(json.dumps(content, indent=1) + "\n")
 
@@ -119,15 +123,6 @@ def _facts(entry: DemoModel, folder: Path, facts: list[str]) -> dict[str, Any]:
         "ends": [*(ends if isinstance(ends, list) else [ends]), turn_end(tokenizer) if chat else None],
         "chat": chat,
     }
-
-
-def _write_model(release: PublishedModel, page: Path, name: str, kind: str) -> dict[str, Any]:
-    """Write the files of a model to the folder `name` of a page, and return what page.js must know about them."""
-    (page / name).mkdir(parents=True)
-    write_onnx(release.model, expect(release), page / name, [kind])
-    release.tokenizer.backend_tokenizer.save(str(page / name / "tokenizer.json"))
-    file = page / name / ONNX[kind]
-    return _files(name, kind, file.stat().st_size, file_sha256(file))
 
 
 def _files(folder: str, kind: str, size: int, sha256: str) -> dict[str, Any]:

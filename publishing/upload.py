@@ -10,7 +10,7 @@ import filecmp
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -121,8 +121,8 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
         if repository.branch is not None:
             hub.create_branch(**target, branch=repository.branch, exist_ok=True)
         paths, names = published_files(folder), hub.list_repo_files(**on_branch)
-        patterns = HUB_FILES if is_model else ()
-        stale = sorted(name for name in names if name not in paths and _matches(name, patterns))
+        patterns = [f"/{pattern}" for pattern in HUB_FILES] if is_model else []  # `*` does not match a slash
+        stale = [name for name in sorted({*names} - paths.keys()) if any(map(PurePosixPath("/", name).match, patterns))]
         if is_model and "README.md" in names:
             with tempfile.TemporaryDirectory() as cache:
                 card = Path(hub.hf_hub_download(filename="README.md", cache_dir=cache, **on_branch))
@@ -139,11 +139,6 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
         if stale:
             print(f"Deleted from {repo_id}, because {folder} lacks them: {', '.join(stale)}.")
         return commit
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a relative path matches a pattern, of which `*` does not match a slash."""
-    return any(PurePosixPath("/", name).match(f"/{pattern}") for pattern in patterns)
 
 
 def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None:

@@ -45,7 +45,7 @@ def read(*inputs, **arguments) -> tuple[list[str], Counts]:
             ended = piece.ends_document
     assert ended
     reader.counts.add(source.finder.skipped)
-    source.audit.check(reader.counts)
+    source.check(reader.counts)
     return texts, reader.counts
 
 
@@ -170,7 +170,7 @@ def test_links_are_followed_only_if_given_by_name(tmp_path):
     (tmp_path / "books" / "broken").symlink_to(tmp_path / "nothing")
     (tmp_path / "books" / "round").symlink_to(tmp_path / "books")
     assert documents(tmp_path / "books") == ["in"]
-    assert corpus(tmp_path / "books").audit.left_out_words(Counts()) == "4 links that were not followed"
+    assert corpus(tmp_path / "books").left_out_words(Counts()) == "4 links that were not followed"
     assert "is not clean (4 links that were not followed), which" in refusal(tmp_path / "books", strict=True)
     write(tmp_path / "elsewhere" / "b.txt", "out")
     (tmp_path / "a.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
@@ -377,7 +377,7 @@ def test_blank_documents_and_binary_files_are_counted_as_left_out(tmp_path):
     texts, counts = read(tmp_path)
     assert texts == ["text", "\n more"]
     assert (counts.documents, counts.blank, counts.binary_files) == (2, 2, 1)
-    assert corpus(tmp_path).audit.left_out_words(counts) == "2 blank documents, 1 binary file"
+    assert corpus(tmp_path).left_out_words(counts) == "2 blank documents, 1 binary file"
     clean = write(tmp_path / "clean" / "a.txt", "très \ufffd clean\r\n")
     write(tmp_path / "clean" / "b.txt", "")
     assert documents(clean.parent, strict=True) == ["très \ufffd clean\r\n"]
@@ -413,7 +413,7 @@ def test_up_to_one_percent_of_records_can_lack_text(tmp_path, broken):
 
 
 def test_intermediate_check_uses_the_total_size(tmp_path):
-    check = corpus(write(tmp_path / "a.txt", GOOD)).audit.check
+    check = corpus(write(tmp_path / "a.txt", GOOD)).check
     check(Counts(documents=1, bytes=300, bad_bytes=11, empty_records=1), is_all=False)
     assert_user_error("12 of 1,100 bytes are invalid", check, Counts(1, bytes=300, bad_bytes=12), is_all=False)
 

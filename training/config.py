@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import yaml
 
-from common.command_line import CommandLine, FlagParser, fill
+from common.command_line import FlagParser, fill
 from common.errors import UserError
 from tokenizer.build.recipe import Recipe
 from tokenizer.cleaning.cleaning import CleaningArguments
@@ -209,8 +209,8 @@ def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lam
             return run_of(Path(flags["resume_from_checkpoint"])) / CONFIG_FILE
         return CONTINUATION if "init_from" in flags else QUICKSTART
 
-    def build(command: CommandLine) -> TrainConfig:
-        config = _decide(_given(command), command)
+    def build(flags: dict[str, Any], file: dict[str, Any], path: Path) -> TrainConfig:
+        config = _decide(_given(flags, file), flags, path)
         check(config)
         return config
 
@@ -218,9 +218,8 @@ def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lam
     return parser.parse(arguments, default_file=default_file, build=build)
 
 
-def _given(command: CommandLine) -> TrainConfig:
+def _given(flags: dict[str, Any], file: dict[str, Any]) -> TrainConfig:
     """Return the configuration with the values of flags and file, which replace the defaults."""
-    flags, file = command.flags, command.file
     if flags.keys() >= FILES:
         run = run_of(Path(flags["resume_from_checkpoint"]))
         raise UserError(f"{run} has its own {CONFIG_FILE}; leave out --config and override settings with flags.")
@@ -236,9 +235,8 @@ def _given(command: CommandLine) -> TrainConfig:
     return TrainConfig(*fill(PARTS, values), sources)
 
 
-def _decide(config: TrainConfig, command: CommandLine) -> TrainConfig:
+def _decide(config: TrainConfig, flags: dict[str, Any], path: Path) -> TrainConfig:
     """Return the configuration with what a pretrained model, the optimizer and the data decide."""
-    flags = command.flags
     if (source := config.pretrained_source) is not None:
         settings = architecture_of(source, config.model, config.flags)
         if config.text and config.vocabulary.tokenizer is None:
@@ -253,16 +251,16 @@ def _decide(config: TrainConfig, command: CommandLine) -> TrainConfig:
         if "data" in flags and "sample_prompts" not in flags:
             settings["sample_prompts"] = []
     if config.run.output_dir is None:
-        settings["output_dir"] = _default_folder(command, config)
+        settings["output_dir"] = _default_folder(config, flags, path)
     return config.with_settings(settings)
 
 
-def _default_folder(command: CommandLine, config: TrainConfig) -> str:
+def _default_folder(config: TrainConfig, flags: dict[str, Any], path: Path) -> str:
     """Return the run that is resumed, or a folder with the name of the config file (of its folder if it is a run's
     own), otherwise of the data and the pretrained model, or `quickstart`."""
-    flags, path, data = command.flags, command.path, name_of(config.data.data)
     if "resume_from_checkpoint" in flags:
         return str(path.parent)
+    data = name_of(config.data.data)
     if "config" in flags:
         name = path.resolve().parent.name if path.name == CONFIG_FILE else path.stem
     elif config.run.init_from is not None:

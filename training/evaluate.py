@@ -41,14 +41,7 @@ from training.checkpoints.checkpoint import load_state
 from training.checkpoints.loading import check_store, find_model, load_own_model
 from training.checkpoints.run_folder import find_checkpoint, run_of
 from training.config import read_config
-from training.data.run_data import (
-    bytes_of,
-    choose_placement,
-    find_recorded_store,
-    open_store,
-    place_tokens,
-    processes_of_this_machine,
-)
+from training.data import run_data
 from training.evaluation import panel
 from training.evaluation.memorization import memorization
 from training.evaluation.scoring import score_split
@@ -68,15 +61,11 @@ def store_and_masking(model: str, data: str | None, flag: str = "data") -> tuple
     config = read_config(["--resume_from_checkpoint", str(run_folder)])
     if data is not None:
         return TokenStore(data), config.batch.mask_documents
-    store = recorded_store(run_folder, config.data.data)  # its text may have changed since
-    return store or open_store(config.recipe, partial(print, file=sys.stderr)), config.batch.mask_documents
-
-
-def recorded_store(run: Path, data: str) -> TokenStore | None:
-    """Return the store that the newest checkpoint of a run recorded, if it still exists."""
+    store = None  # the one that the newest checkpoint recorded, if it still exists: its text may have changed since
     with suppress(UserError):
-        return find_recorded_store(data, load_state(find_checkpoint(run, "last")).settings["data"])
-    return None
+        identity = load_state(find_checkpoint(run_folder, "last")).settings["data"]
+        store = run_data.find_recorded_store(config.data.data, identity)
+    return store or run_data.open_store(config.recipe, partial(print, file=sys.stderr)), config.batch.mask_documents
 
 
 @contextmanager
@@ -118,10 +107,8 @@ def find_tasks(arguments: list[str], trust_task_code: bool = False) -> tuple[Any
     files = {name: [name] for name in names if name.endswith(".yaml") and Path(name).is_file()}
     manager = TaskManager(include_defaults=not files.keys() >= set(names))  # the default: thousands of files
     matches = {name: manager.match_tasks([name]) for name in names} | files
-    if unknown := [name for name in matches if not matches[name]]:
-        raise UserError(
-            f"{unknown[0]!r} is neither a task in `python -m lm_eval ls tasks` nor a YAML file; correct it."
-        )
+    if absent := [name for name in matches if not matches[name]]:
+        raise UserError(f"{absent[0]!r} is neither a task in `python -m lm_eval ls tasks` nor a YAML file; correct it.")
     with lm_eval_errors():
         suspects = [] if trust_task_code else [name for name in files if runs_code(name)]
     if suspects:
@@ -217,10 +204,10 @@ def main(arguments: list[str]) -> None:
     if accelerator.device.type == "cpu":
         keep_freed_memory()
     model = model.to(accelerator.device)
-    local = processes_of_this_machine(accelerator)
-    placement = choose_placement("auto", bytes_of(store, "val"), accelerator.device, local)
+    local = run_data.processes_of_this_machine(accelerator)
+    placement = run_data.choose_placement("auto", run_data.bytes_of(store, "val"), accelerator.device, local)
     store.check_hashes("val", *["train"] * options.memorization)
-    tokens = place_tokens(store, "val", placement.where, accelerator.device, mask_documents)
+    tokens = run_data.place_tokens(store, "val", placement.where, accelerator.device, mask_documents)
     scores = score_split(model, store, tokens, options.per_device_eval_batch_size, accelerator)
     if not math.isfinite(loss := scores["eval_loss"]):
         raise UserError(f"{folder} has a loss of {loss}; its weights or its config.json are damaged.")

@@ -22,15 +22,8 @@ from training.checkpoints.metrics import best_step, read_events
 from training.checkpoints.pretrained import load_pretrained, vocabulary_problems
 from training.checkpoints.run_folder import RunFolder
 from training.config import TrainConfig
+from training.data import run_data
 from training.data.batches import START, DataPosition, WindowOrder, plan_batches
-from training.data.run_data import (
-    RunData,
-    bytes_of,
-    choose_placement,
-    open_store,
-    place_tokens,
-    processes_of_this_machine,
-)
 from training.evaluation.sampling import with_prompts
 from training.log.speed import flops_per_token
 from training.plan.compatibility import compare
@@ -127,7 +120,7 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     say, folder = printer(accelerator), config.run.folder
     if setup.torch_compile:
         prepare_compiler()  # its first part takes place while the text is read
-    store = open_store(config.recipe, say)
+    store = run_data.open_store(config.recipe, say)
     tokenizer = store.load_tokenizer()
     backup_dir, keep = config.backup.backup_dir, config.checkpoints_kept
     backup = Backup(backup_dir, folder, keep, say) if backup_dir is not None else None
@@ -153,7 +146,7 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
         has_it = on_main(accelerator, lambda: best_step(folder.metrics, [start.step]) is not None)
         start = replace(start, owes_validation=start.is_own(folder) and not has_it)
     placement = plan.placement.where, accelerator.device, config.batch.mask_documents
-    data = RunData(store, tokenizer, *(place_tokens(store, split, *placement) for split in SPLITS))
+    data = run_data.RunData(store, tokenizer, *(run_data.place_tokens(store, split, *placement) for split in SPLITS))
     return Run(folder, accelerator, setup, data, plan, start, backup, with_prompts(config.sampling, store, tokenizer))
 
 
@@ -169,8 +162,9 @@ def make_plan(
     line. After a restart, the micro-batch is at most the size that the previous process found to fit."""
     problems = Problems(_vocabulary_problems(config, store))
     model = model_config(config.model, store.metadata.vocab_size, tokenizer)
-    local, n_bytes = processes_of_this_machine(accelerator), bytes_of(store, *SPLITS)
-    placement = problems.add_of(choose_placement, [config.data.data_placement, n_bytes, accelerator.device, local])
+    local, choice = run_data.processes_of_this_machine(accelerator), config.data.data_placement
+    tokens = choice, run_data.bytes_of(store, *SPLITS), accelerator.device, local
+    placement = problems.add_of(run_data.choose_placement, tokens)
     token_bytes = placement.n_bytes if placement is not None else 0
     available = available_memory(accelerator, config.cost.plan_device, token_bytes)
     on_gpu = accelerator.device.type == "cuda" or config.cost.plan_device is not None
@@ -226,4 +220,4 @@ def available_memory(accelerator: Accelerator, plan_device: str | None, token_by
         return int(RENTALS[plan_device].gigabytes * 1e9)
     if accelerator.device.type == "cuda":
         return torch.cuda.mem_get_info(accelerator.device)[0] - token_bytes
-    return free_memory() // processes_of_this_machine(accelerator) - token_bytes
+    return free_memory() // run_data.processes_of_this_machine(accelerator) - token_bytes

@@ -73,13 +73,11 @@ def splits(examples: list[Any], prompts: list[Any], tuning: Tuning, unit: str) -
     """Split into examples for training and a held-out tenth of the prompts, with all of their examples. A prompt may be
     a list of messages. Raise a `UserError` for fewer than two prompts."""
     keys = [json.dumps(prompt) for prompt in prompts]
-    shuffled = list(dict.fromkeys(keys))
-    if len(shuffled) < 2:
-        raise UserError(
-            f"At least 2 {unit} are needed, because one is held out; {tuning.data} provides {len(shuffled)}."
-        )
-    random.Random(tuning.seed).shuffle(shuffled)
-    held_out = set(shuffled[: max(1, int(len(shuffled) * HELD_OUT))])
+    unique = list(dict.fromkeys(keys))
+    if len(unique) < 2:
+        raise UserError(f"At least 2 {unit} are needed, because one is held out; {tuning.data} provides {len(unique)}.")
+    random.Random(tuning.seed).shuffle(unique)
+    held_out = set(unique[: max(1, int(len(unique) * HELD_OUT))])
     parts = ([], [])
     for key, example in zip(keys, examples, strict=True):
         parts[key in held_out].append(example)

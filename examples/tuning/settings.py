@@ -55,6 +55,8 @@ class Tuning:
     )
     original_data: str | None = setting(None, "Token store of the original text; default: the run's own.")
     seed: int = setting(1337, "Random seed for order, adapters and the held-out split.", below=2**32)
+    # Of the learning rate: Schulman et al. 2025, "LoRA Without Regret", with `lora_alpha` 32 as here.
+    lora_factor = 10
 
     @property
     def folder(self) -> Path:
@@ -115,23 +117,15 @@ class Tuning:
         if self.folder.is_file() or any(self.folder.glob("*")):  # empty after a stopped or refused command
             raise UserError(f"{self.folder} already exists; choose a new folder with --output_dir.")
 
-    def default_rate(self, width: int) -> float:
-        return default_rate(width, self.lora_rank > 0)
-
     def decide(self, width: int, has_original: bool) -> None:
         """Set options that were left out, for a model of this width, and print them."""
-        if self.learning_rate is None:
-            self.learning_rate = self.default_rate(width)
+        if self.learning_rate is None:  # `get_lr` of the Tinker cookbook (Thinking Machines) for models like Llama
+            factor = self.lora_factor if self.lora_rank else 1
+            self.learning_rate = float(f"{factor * 5e-5 * (2000 / width) ** 0.781:.2g}")
         if self.replay_fraction is None:
             self.replay_fraction = REPLAY if has_original else 0.0
         replay = f"{self.replay_fraction:.0%} of the examples are" if self.replay_fraction else "no example is"
         print(f"Peak learning rate {self.learning_rate:g} (width {width}); {replay} replayed original text.")
-
-
-def default_rate(width: int, lora: bool) -> float:
-    """Return the learning rate of `get_lr` in the Tinker cookbook (Thinking Machines) for models like Llama, to two
-    digits. LoRA uses ten times this rate: Schulman et al. 2025, "LoRA Without Regret", with `lora_alpha` 32 as here."""
-    return float(f"{(5e-4 if lora else 5e-5) * (2000 / width) ** 0.781:.2g}")
 
 
 def start(recipe: Callable[[list[str]], None]) -> None:

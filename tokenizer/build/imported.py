@@ -140,9 +140,7 @@ def import_store(
     with disk_errors(folder, RESUMES), unfinished_path(folder.resolve(), ".importing", STORE_FILES) as draft:
         vocabulary.save(tokenizer, draft / "tokenizer")
         sizes = {name: split.write(draft, name, *ends, lengths) for name, (split, *ends) in bounds.items()}
-        counts = Counts(
-            documents=sum(len(split.ends) for split in splits), bytes=sum(part[2] for part in sizes.values())
-        )
+        counts = Counts(documents=sum(len(part.ends) for part in splits), bytes=sum(part[2] for part in sizes.values()))
         report.describe(
             draft,
             tokenizer.backend_tokenizer,

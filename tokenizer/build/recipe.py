@@ -38,10 +38,8 @@ class Recipe:
 
     def problems(self) -> list[str]:
         sentences = cleaning.problems(self.cleaning) + vocabulary.problems(self.vocabulary) + [*self.corpus.problems()]
-        if self.weights and len(self.weights) != (number := len(self.inputs)):
-            sentences.append(
-                f"There are {len(self.weights)} weights for {number} inputs: give one per input, in order."
-            )
+        if self.weights and len(self.weights) != (count := len(self.inputs)):
+            sentences.append(f"There are {len(self.weights)} weights for {count} inputs: give one per input, in order.")
         return sentences
 
     @cached_property

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from common.atomic import write_atomic
 from common.errors import counted
-from tokenizer.corpus.audit import LEFT_OUT
+from tokenizer.corpus.units import LEFT_OUT
 from tokenizer.encoding import encode
 from tokenizer.store.store import Metadata, TokenStore, dtype_of, finish
 

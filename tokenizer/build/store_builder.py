@@ -182,8 +182,6 @@ class StoreBuilder:
     def token_texts(self) -> list[bytes]:
         return encode.token_bytes(self.rust)
 
-    # ---- existing work ----------------------------------------------------------------------------------------------
-
     def open_finished(self) -> TokenStore:
         if is_marked(self.work, "unfinished"):  # the process was killed before it was deleted
             discard(self.work, WORK_FILES)
@@ -211,8 +209,6 @@ class StoreBuilder:
         plan.write(self.work)
         return plan
 
-    # ---- the plan ---------------------------------------------------------------------------------------------------
-
     def _new_plan(self) -> StorePlan:
         recipe, corpus = self.recipe, self.corpus
         if recipe.dedup.dedup == "near":
@@ -237,7 +233,7 @@ class StoreBuilder:
             recipe.vocabulary, recipe.existing_tokenizer, sample.texts, control, recipe.vocab_size_must_fit, self.say
         )
         if recipe.vocabulary.tokenizer is None:
-            corpus.audit.check(sample.counts, sample.is_all)
+            corpus.check(sample.counts, sample.is_all)
         if settings.chat_template is not None:
             tokenizer.chat_template = settings.chat_template
         self._say_vocabulary(len(tokenizer))
@@ -304,8 +300,6 @@ class StoreBuilder:
         remedy = "make room or name an --output on another disk"
         require_room(self.folder.parent.absolute(), per_byte * size, "The tokens will need about", remedy)
 
-    # ---- the work ---------------------------------------------------------------------------------------------------
-
     def do_limited_units(self, limit: Limit) -> list[Part]:
         """Process units in order until their text reaches the limit, and return their parts. The last one is cut there.
         All text of validation splits is the first unit, which has its own limit."""
@@ -344,7 +338,7 @@ class StoreBuilder:
             def on_part(part: Part) -> None:
                 parts[part.unit] = part
                 counts.add(part.counts)
-                self.corpus.audit.check(counts, is_all=False)
+                self.corpus.check(counts, is_all=False)
                 megabytes = (counts.bytes - start_bytes) / 1e6
                 progress.advance(f"{megabytes:,.0f} MB, {megabytes / (time.monotonic() - start):.1f} MB/s")
 
@@ -369,7 +363,7 @@ class StoreBuilder:
         lost_bytes = sum(part.lost_bytes for part in parts)
         self.workers.close()  # merging may need their memory
         self._refuse_changed_files()
-        self.corpus.audit.check(counts)
+        self.corpus.check(counts)
         if lost_bytes > TOLERATED_SHARE * counts.bytes:
             raise UserError(
                 f"{self.recipe.vocabulary.tokenizer} cannot encode this text: {lost_bytes:,} of {counts.bytes:,} bytes "

@@ -68,21 +68,15 @@ class FileFinder:
                 result.append(TextFile.at(match, is_one))
             elif os.path.islink(match):
                 self.skipped.note_unreadable(match, 0, UserError("it is a broken link"))
-        if not result:
-            raise UserError(self._nothing(entry, bool(matches)))
-        return result
-
-    def _nothing(self, entry: str, has_matches: bool) -> str:
-        """Return the error sentence for an entry without files."""
-        problem = (
-            "matches no local file or folder and is neither a Hub dataset nor a name in "
-            "`python -m tokenizer.pretokenize --list`"
-        )
-        if has_matches:
+        if result:
+            return result
+        problem = "matches no local file or folder and is neither a Hub dataset nor a name in "
+        problem += "`python -m tokenizer.pretokenize --list`"
+        if matches:
             problem = "has no files except hidden files and links (only a glob follows them)"
             problem += ", and files that --exclude matches" * bool(self.exclude)
         near = difflib.get_close_matches(entry, names(), n=1)
-        return f"{entry} {problem}; {f'did you mean {near[0]}?' if near else 'check the path.'}"
+        raise UserError(f"{entry} {problem}; {f'did you mean {near[0]}?' if near else 'check the path.'}")
 
     def _is_excluded(self, path: str) -> bool:
         """Return whether a pattern of --exclude matches the end of `path`, below its input, or of a parent folder."""

@@ -94,8 +94,6 @@ class GivenDataset:
                     return
                 if characters > next_check:
                     next_check = characters + CHECKED_CHARACTERS
-                    subject = (
-                        f"{self.name} has more than {characters / 1e9:.1f} GB of text, and its rest needs at least"
-                    )
+                    clause = f"{self.name} has more than {characters / 1e9:.1f} GB of text, and its rest needs at least"
                     remedy = "set max_bytes or max_documents, or name an output on another disk"
-                    require_room(path.parent, FREE_BYTES, subject, remedy)
+                    require_room(path.parent, FREE_BYTES, clause, remedy)

@@ -68,8 +68,6 @@ def _distributions(package: str) -> list[Distribution]:
 
 def _license(distribution: Distribution) -> str:
     metadata = distribution.metadata
-    classifiers = [
-        line.rsplit(" :: ", 1)[1] for line in metadata.get_all("Classifier") or () if line.startswith("License")
-    ]
+    kinds = [line.rsplit(" :: ", 1)[1] for line in metadata.get_all("Classifier") or () if line.startswith("License")]
     text = " ".join((metadata.get("License-Expression") or metadata.get("License") or "").split())
-    return text[:200] or ", ".join(classifiers) or "not stated"
+    return text[:200] or ", ".join(kinds) or "not stated"

@@ -15,27 +15,34 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from common.errors import Problems, UserError
+from common.errors import Problems, UserError, counted
 from common.limits import setting
 from tokenizer.corpus import chat, files
-from tokenizer.corpus.audit import Audit
 from tokenizer.corpus.byte_range import ByteRange
-from tokenizer.corpus.documents import NO_LIMIT, Limit, Reader
+from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit, Reader, place_words
 from tokenizer.corpus.file_finder import FileFinder, TextFile
 from tokenizer.corpus.given import GivenDataset
 from tokenizer.corpus.named_data import dataset_of, find
 from tokenizer.corpus.records import CHAT_COLUMNS, TEXT_COLUMNS, arrow_batches, parsed, records, text_column
-
-if TYPE_CHECKING:  # importing it takes a second
-    from datasets import IterableDataset
 
 UNIT_BYTES = 16 << 20
 SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE | re.ASCII)
 SAMPLED_RECORDS = 100  # records read at the head of a file to find its text column
 INFLATION = 4.0  # assumed compression ratio of compressed text, for estimates
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+SKIPPED_SHARE = 0.5  # share of the bytes up to which files that were found are skipped because they cannot be read
+LEFT_OUT = {
+    "blank": ("blank document", None),
+    "binary_files": ("binary file", None),
+    "tables": ("table without a text column", "tables without a text column"),
+    "unreadable_files": ("file that cannot be read in full", "files that cannot be read in full"),
+    "bad_bytes": ("byte that is not UTF-8", "bytes that are not UTF-8"),
+    "empty_records": ("record without text", "records without text"),
+    "cut_words": ("text run cut without a word boundary", "text runs cut without a word boundary"),
+    "links": ("link that was not followed", "links that were not followed"),
+}
 
 
 @dataclass
@@ -67,10 +74,9 @@ class CorpusArguments:
 
     @property
     def limit(self) -> Limit:
-        size = SIZE.fullmatch(self.max_bytes or "")
-        number = (
-            float(size[1]) * (1024 if size[3] else 1000) ** " kmgt".index(size[2].lower() or " ") if size else math.inf
-        )
+        number, size = math.inf, SIZE.fullmatch(self.max_bytes or "")
+        if size:
+            number = float(size[1]) * (1024 if size[3] else 1000) ** " kmgt".index(size[2].lower() or " ")
         return Limit(number, self.max_documents or math.inf)
 
     def problems(self) -> Iterator[str]:
@@ -85,10 +91,10 @@ class Unit:
     val: bool | None = None  # whether it is validation text; None: decided by the hash of each document
 
 
-def stream(units: list[Unit], reader: Reader) -> "IterableDataset":
+def stream(units: list[Unit], reader: Reader) -> Iterable[dict[str, Any]]:
     """Return the text of units as an `IterableDataset` with one shard per unit. Its examples are the fields of `Piece`,
     and the `path` of their file. `reader` divides documents into pieces and counts them."""
-    from datasets.iterable_dataset import ExamplesIterable, IterableDataset
+    from datasets.iterable_dataset import ExamplesIterable, IterableDataset  # takes a second
 
     # `IterableDataset.from_generator` would leave a lock file in the cache for each unit.
     return IterableDataset(ExamplesIterable(_examples, {"units": units, "reader": reader}))
@@ -170,12 +176,6 @@ class Corpus:
         is_known = not any(self.hub) and not any(files.is_packed(file.path) for file in self.all_files)
         return min(self.text_size if is_known else math.inf, self.arguments.limit.bytes)
 
-    @property
-    def audit(self) -> Audit:
-        may_exclude = any(not file.is_named for file in self.all_files)
-        strict, links = self.arguments.strict, self.finder.links
-        return Audit(self.inputs, strict, self.size, self.most_bytes, links, may_exclude)
-
     def fingerprint(self) -> str:
         """Read all text and return a hash of its content, order and kind."""
         digest = hashlib.sha256()
@@ -244,27 +244,58 @@ class Corpus:
         if not problems and not units:  # every file is a table
             problems = tables
         Problems(problems[:20]).refuse()
-        self.audit.check(self.finder.skipped, is_all=False)
+        self.check(self.finder.skipped, is_all=False)
         return units
+
+    def check(self, counts: Counts, is_all: bool = True) -> None:
+        """Raise a `UserError` if too much text is unclean. If `is_all` is false, more text follows, which counts."""
+        inputs, left_out = ", ".join(self.inputs), self.left_out_words(counts)
+        or_exclude = " or skip it with --exclude" * any(not file.is_named for file in self.all_files)
+        unclean = [name for name in LEFT_OUT if name in counts.first]  # no place is recorded for blank documents
+        if self.arguments.strict and (unclean or self.finder.links):
+            raise UserError(f"{inputs} is not clean ({left_out}), which --strict refuses{_worst(counts, *unclean)}.")
+        if counts.unreadable_bytes > SKIPPED_SHARE * self.size:
+            raise UserError(
+                f"{inputs}: {counted(counts.unreadable_files, 'file')} of {counts.unreadable_bytes:,} bytes cannot be "
+                f"read in full, more than half of {self.size:,} bytes{_worst(counts, 'unreadable_files')}; correct "
+                f"that, or skip the file with --exclude."
+            )
+        if counts.documents == 0 and is_all:
+            raise UserError(f"{inputs} contains no text: {left_out or 'nothing was found'}{_worst(counts, *unclean)}.")
+        size = max(counts.bytes - 2 * counts.bad_bytes, 0 if is_all else self.most_bytes)  # U+FFFD takes three bytes
+        if counts.bad_bytes > files.TOLERATED_SHARE * size:
+            raise UserError(
+                f"{inputs} is not UTF-8 text: {counts.bad_bytes:,} of {size:,} bytes are invalid"
+                f"{_worst(counts, 'bad_bytes')}; convert it to UTF-8{or_exclude}."
+            )
+        if is_all and counts.empty_records > files.TOLERATED_SHARE * (counts.documents + counts.empty_records):
+            is_broken = counts.worst()["empty_records"][1].get("why") == "broken"
+            remedy = "correct that" if is_broken else "name the right column with --text_column"
+            raise UserError(
+                f"{inputs}: {counts.empty_records:,} records have no text and {counts.documents:,} have text"
+                f"{_worst(counts, 'empty_records')}; {remedy}{or_exclude}."
+            )
+
+    def left_out_words(self, counts: Counts) -> str:
+        numbers = vars(counts) | {"links": self.finder.links}
+        return ", ".join(counted(numbers[name], *words) for name, words in LEFT_OUT.items() if numbers[name])
 
     def _ranges(self, file: TextFile) -> list[tuple[int, ByteRange]]:
         """Return the sizes and ranges of the parts of a file that are read separately."""
-        name, size = file.path, file.size
+        name, size, is_whole = file.path, file.size, files.is_compressed(file.path)
         kind, column = kind_of(name, self.arguments.text_column), None
         if kind != "text":
             head = (record for record, _ in records(ByteRange(name, kind, may_skip=not file.is_named)))
             column = self._column(name, head, self.arguments.text_column)
             if column is None:
                 return []
-        elif file.is_named or (
-            size > UNIT_BYTES and not files.is_compressed(name)
-        ):  # others are checked when they are read
+        elif file.is_named or (size > UNIT_BYTES and not is_whole):  # others are checked when they are read
             with files.readable(name):
                 files.check_text(files.head(name), name, not file.is_named)
         parts = [(size, 0, None)]
         if kind in ("parquet", "arrow"):
             parts = _row_groups(name, kind)
-        elif kind in ("text", "jsonl") and not files.is_compressed(name):
+        elif kind in ("text", "jsonl") and not is_whole:
             bounds = [*range(0, size or 1, UNIT_BYTES), None]
             parts = [(min(UNIT_BYTES, size), start, stop) for start, stop in itertools.pairwise(bounds)]
         return [(n, ByteRange(name, kind, start, stop, column, not file.is_named)) for n, start, stop in parts]
@@ -284,6 +315,19 @@ class Corpus:
         raise NoTextColumnError(
             f"{label} {problem}; its columns are {names[:300] or 'none'}: choose one with --text_column."
         )
+
+
+def _worst(counts: Counts, *names: str) -> str:
+    """Return the file with the most of the first of `names`, and its first place, as the end of a sentence."""
+    if not names or names[0] not in (worst := counts.worst()):
+        return ""
+    path, place = worst[names[0]]
+    if names[0] == "bad_bytes" and "byte" not in place:
+        place = place | {"line": files.first_bad_line(path)}
+    words = place_words(place, path)
+    if len(place["files"]) == 1 or place["number"] == 1:
+        return f"; the first in {path}{words}"
+    return f"; {place['number']:,} of them in {path}{words.replace(', ', ', the first in ', 1)}"
 
 
 def kind_of(path: str, text_column: str | None = None) -> str:

@@ -82,11 +82,9 @@ def build(
         special = [*arguments.special_tokens, *chat_tokens]
         return train_bpe(texts(), size, arguments.pad_token, special, say)  # the caller reports a smaller size
     if must_fit and arguments.vocab_size not in (None, len(tokenizer)):
-        subject = arguments.tokenizer or "the character tokenizer of this text"
+        name = arguments.tokenizer or "the character tokenizer of this text"
         size = len(tokenizer)
-        raise UserError(
-            f"vocab_size is {arguments.vocab_size} but {subject} has {size} tokens; set --vocab_size {size}."
-        )
+        raise UserError(f"vocab_size is {arguments.vocab_size} but {name} has {size} tokens; set --vocab_size {size}.")
     return tokenizer
 
 

@@ -23,14 +23,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
 from training.budget.sizing import Sizing, resolve, with_vocabulary
-from training.budget.throughput import (
-    SCORING_COST,
-    VALIDATION_GRAPH,
-    Throughput,
-    assumed_speed,
-    measure_speed,
-    validation_tokens,
-)
+from training.budget.throughput import SCORING_COST, Throughput, assumed_speed, measure_speed, validation_tokens
 from training.config import TrainConfig, dump_config
 from training.data.run_data import bytes_of, find_store, open_store
 from training.log.speed import flops_per_token
@@ -46,6 +39,7 @@ from training.runtime.hardware import FILLS_A_GPU, RENTALS, device_name
 from training.step.optim import MUON_RATES, describe_rates, usual_learning_rate
 from training.step.size import size_of
 
+VALIDATION_GRAPH = 0.4  # time to compile the validation, as a fraction of the time until the first step (quickstart)
 MEASURED_SECONDS = 3.0  # at least, of the steps that --plan measures
 # Thresholds of advice:
 FEW_TOKENS = 8192  # tokens per micro-batch; fewer leave a GPU idle between kernels
@@ -178,11 +172,7 @@ def times_due(plan: Plan, strategy: str, interval: int) -> int:
 
 
 def describe_forecast(
-    forecast: Forecast,
-    hardware: str,
-    estimate: Any = None,
-    rentals: Iterable[Any] = (),
-    run: Run | None = None,
+    forecast: Forecast, hardware: str, estimate: Any = None, rentals: Iterable[Any] = (), run: Run | None = None
 ) -> str:
     """Return the text printed before the first step. `estimate`: the `tokenizer.build.estimate.Estimate` of text that
     is not tokenized yet."""

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 from accelerate import Accelerator
@@ -164,8 +164,8 @@ def resolve(
     tokenization = time.monotonic() - start
     usage = on_main(accelerator, lambda: seconds_spent(events if continues else []) - tokenization)
     store, sample = stores
-    text = Text(store.metadata.vocab_size, store.metadata.train.tokens, store.metadata.val.tokens)
-    sizing = Sizer(config, text, accelerator, setup).choose(usage, tokenization, sample)
+    sizes = store.metadata.vocab_size, store.metadata.train.tokens, store.metadata.val.tokens
+    sizing = Sizer(config, accelerator, setup, sizes).choose(usage, tokenization, sample)
     return config.with_settings(sizing.option.settings), sizing
 
 
@@ -177,8 +177,8 @@ def with_vocabulary(config: TrainConfig, accelerator: Accelerator, setup: Setup)
     earlier_settings, n_bytes = on_main(accelerator, lambda: (_earlier(config)[0], _bytes_of_text(config)))
     if (size := earlier_settings.get("vocab_size")) is not None:
         return config.with_settings({"vocab_size": size}, "file")
-    text = Text(scaling.SMALLEST_VOCABULARY, max(1, int(n_bytes / BYTES_PER_TOKEN)), SCORED_TOKENS)
-    sizer = Sizer(config, text, accelerator, setup)
+    sizes = scaling.SMALLEST_VOCABULARY, max(1, int(n_bytes / BYTES_PER_TOKEN)), SCORED_TOKENS
+    sizer = Sizer(config, accelerator, setup, sizes)
     return config.with_settings({"vocab_size": on_main(accelerator, sizer.vocabulary)})
 
 
@@ -210,19 +210,13 @@ def _shortened(config: TrainConfig, accelerator: Accelerator, stores: list[Token
     return config.with_settings({name: value for name, value in settings.items() if name not in config.given})
 
 
-class Text(NamedTuple):
-    """Sizes of a tokenized text."""
-
-    vocab_size: int
-    tokens: int  # for training
-    val_tokens: int
-
-
 class Sizer:
     """Search for the best option of a configuration on a device."""
 
-    def __init__(self, config: TrainConfig, text: Text, accelerator: Accelerator, setup: Setup):
-        self.config, self.text, self.accelerator, self.setup = config, text, accelerator, setup
+    def __init__(self, config: TrainConfig, accelerator: Accelerator, setup: Setup, sizes: tuple[int, int, int]):
+        """`sizes` of the text: vocabulary, tokens for training, and tokens for validation."""
+        self.config, self.accelerator, self.setup = config, accelerator, setup
+        self.vocab_size, self.tokens, self.val_tokens = sizes
         self.given = {name: value for name, value in config.flat().items() if name in CHOICES & config.given}
         default = "gpt2" if config.has_model_file and config.optim.optimizer == "adamw" else "modern"
         self.family = config.budget.family or default
@@ -236,7 +230,7 @@ class Sizer:
 
     def vocabulary(self) -> int:
         """Return the vocabulary size for the best model at the assumed speed, with any memory."""
-        if self.text.tokens <= scaling.SMALL_TEXT:
+        if self.tokens <= scaling.SMALL_TEXT:
             return scaling.SMALLEST_VOCABULARY
         amount, self.memory = self.config.budget.amount, math.inf
         if amount is not None and amount.unit != "flops":
@@ -249,7 +243,13 @@ class Sizer:
     def choose(self, usage: float, tokenization: float, sample: TokenStore) -> Sizing:
         """Return the choice. `usage`: seconds of the budget that have passed, without those of `tokenization`.
         `sample`: the store to measure speed with."""
-        self._check_memory()
+        model = self._model(self.depths[0])
+        if (n_bytes := self._bytes(model)) > self.memory:  # even the smallest model does not fit
+            raise UserError(
+                f"A model with {counted(model.n_layer, 'layer')} of width {model.n_embd} needs up to "
+                f"{n_bytes / 1e9:,.0f} GB for weights, gradients and moments, but {self.memory / 1e9:,.0f} GB are "
+                "free; use fewer layers, a smaller width, or another --plan_device."
+            )
         amount, cost, limit = self.config.budget.amount, self.config.cost, {}
         if amount is not None and amount.unit != "flops":
             price = self._price()
@@ -272,20 +272,10 @@ class Sizer:
         shards = self.accelerator.num_processes if self.setup.shards(self.accelerator) else 1
         return BYTES_PER_PARAMETER * size_of(model).parameters / shards
 
-    def _check_memory(self) -> None:
-        """Raise a `UserError` if even the smallest model does not fit."""
-        model = self._model(self.depths[0])
-        if (n_bytes := self._bytes(model)) > self.memory:
-            raise UserError(
-                f"A model with {counted(model.n_layer, 'layer')} of width {model.n_embd} needs up to "
-                f"{n_bytes / 1e9:,.0f} GB for weights, gradients and moments, but {self.memory / 1e9:,.0f} GB are "
-                "free; use fewer layers, a smaller width, or another --plan_device."
-            )
-
     def _best(self, factor: float) -> Option | None:
         """Return the option of the lowest loss for `factor` times the budget, of those that have a step, fit into
         memory, and are not too large for the text, or None."""
-        largest = max(scaling.MOST_PARAMETERS * self.text.tokens, size_of(self._model(self.depths[0])).products)
+        largest = max(scaling.MOST_PARAMETERS * self.tokens, size_of(self._model(self.depths[0])).products)
 
         def is_possible(depth: int) -> bool:
             model = self._model(depth)
@@ -304,7 +294,7 @@ class Sizer:
             longest = tokens = factor * amount.number / flops_per_token(model)
         else:
             longest = tokens = self._length(0) or scaling.RATIOS[self.family] * size_of(model).products
-        maximum = math.inf if LENGTHS & self.config.flags else scaling.MOST_EPOCHS * self.text.tokens
+        maximum = math.inf if LENGTHS & self.config.flags else scaling.MOST_EPOCHS * self.tokens
         batch = self._batch(model, max(1, min(tokens, self._length(0) or maximum)))
         limit = self._length(batch)
         maximum = min(maximum, limit or math.inf)
@@ -317,7 +307,7 @@ class Sizer:
         if self.left is not None:
             seconds = self._seconds(model, steps * batch, math.ceil(steps / settings["eval_steps"]))
             settings["max_train_tokens"] = limit and int(limit)  # for a resumed run, while its length is an estimate
-        return Option(settings, model, steps * batch, maximum, self.text.tokens, self.family, seconds)
+        return Option(settings, model, steps * batch, maximum, self.tokens, self.family, seconds)
 
     def _batch(self, model: GPT2ScratchConfig, tokens: float) -> int:
         """Return the tokens per step of a run that trains on `tokens`."""
@@ -326,7 +316,7 @@ class Sizer:
         return self.given.get("tokens_per_step") or max(1, scaling.best_batch(tokens) // unit) * unit
 
     def _model(self, depth: int) -> GPT2ScratchConfig:
-        return model_config(self._arguments(depth), self.text.vocab_size)
+        return model_config(self._arguments(depth), self.vocab_size)
 
     def _arguments(self, depth: int) -> ModelArguments:
         """Return the settings of a model with `depth` layers."""
@@ -357,11 +347,11 @@ class Sizer:
             "max_eval_samples": max(1, SCORED_TOKENS // model.n_positions),
             "logging_steps": max(1, min(50, steps // 50)),
             "lr_scheduler_type": "warmup_stable_decay",
-            "weight_average": scaling.average_horizon(steps, steps * batch / self.text.tokens),
+            "weight_average": scaling.average_horizon(steps, steps * batch / self.tokens),
             "second_target_weight": second_weight,
             # A number, so that the settings of a run whose length follows the measured speed give the same weights.
             "second_target_steps": max(1, round(SECOND_TARGET_SHARE * steps)) if second_weight else None,
-            "load_best_model_at_end": steps * batch > self.text.tokens,
+            "load_best_model_at_end": steps * batch > self.tokens,
         }
         if (self.architecture | self.given).get("optimizer", "adamw") == "adamw":
             settings |= {"learning_rate": scaling.adam_rate(model.n_embd), "min_learning_rate": 0.0}
@@ -377,11 +367,11 @@ class Sizer:
     def _length(self, batch: int) -> float | None:
         """Return the given number of training tokens, or None. `batch`: tokens per step."""
         epochs, steps = self.given.get("num_train_epochs"), self.given.get("max_steps")
-        return self.given.get("max_train_tokens") or (epochs and epochs * self.text.tokens) or (steps and steps * batch)
+        return self.given.get("max_train_tokens") or (epochs and epochs * self.tokens) or (steps and steps * batch)
 
     def _seconds(self, model: GPT2ScratchConfig, tokens: float, validations: int = VALIDATIONS) -> float:
         """Return the estimated seconds of a run that trains on `tokens`."""
-        split, has_average = self.text.val_tokens, tokens > self.text.tokens
+        split, has_average = self.val_tokens, tokens > self.tokens
         n_tokens = validation_tokens(validations, SCORED_TOKENS, split, has_average)
         return self._speed(model).seconds(tokens, validations, n_tokens)
 
@@ -433,9 +423,9 @@ class Sizer:
         if (length := self._length(batch)) is not None and length < batch:
             lengths = " and ".join(f"{name} is {self.given[name]}" for name in LENGTHS if self.given.get(name))
             return f"{lengths}, less than one step of {batch:,} tokens; use more, or a smaller --tokens_per_step."
-        if length is None and scaling.MOST_EPOCHS * self.text.tokens < batch:
+        if length is None and scaling.MOST_EPOCHS * self.tokens < batch:
             return (
-                f"The text has {self.text.tokens:,} tokens, which {scaling.MOST_EPOCHS} times are less than one step "
+                f"The text has {self.tokens:,} tokens, which {scaling.MOST_EPOCHS} times are less than one step "
                 f"of {batch:,} tokens; use more text, or a smaller --tokens_per_step."
             )
         if self.left is None:

@@ -22,7 +22,6 @@ from training.step.optim import second_target_weight, step_work
 from training.step.size import size_of
 from training.step.train_step import build_train_step
 
-VALIDATION_GRAPH = 0.4  # time to compile the validation, as a fraction of the time until the first step (quickstart)
 SCORING_COST = 1 / 3  # cost of scoring a token in a validation, as a fraction of training on it: only the forward pass
 AFTER_VALIDATION = 1.0  # seconds of samples, plots and a checkpoint after each validation, measured for the quickstart
 WARM = 3  # steps after the first that allocate memory
@@ -58,12 +57,7 @@ def validation_tokens(validations: int, sample: int, split: int, has_average: bo
 
 
 def measure_speed(
-    config: TrainConfig,
-    plan: Plan,
-    accelerator: Accelerator,
-    store: TokenStore,
-    steps: int,
-    seconds: float,
+    config: TrainConfig, plan: Plan, accelerator: Accelerator, store: TokenStore, steps: int, seconds: float
 ) -> Throughput:
     """Measure training steps at a learning rate of 0, on a GPU `steps` at a time, for at least `seconds`, after the
     first step, which compiles. Called by every process. No result is kept.

@@ -23,15 +23,7 @@ from common.limits import free
 from common.removal import discard, mark
 from common.settings_file import read_yaml
 from training.checkpoints import checkpoint as checkpoints
-from training.checkpoints.checkpoint import (
-    FILES,
-    MANIFEST,
-    DamageError,
-    complete_checkpoints,
-    is_linked,
-    listed_files,
-    step_of,
-)
+from training.checkpoints.checkpoint import DamageError, complete_checkpoints, is_linked, listed_files, step_of
 from training.checkpoints.metrics import best_step, read_metrics
 from training.checkpoints.run_folder import RunFolder, may_hold_run
 from training.runtime.console import clock
@@ -107,7 +99,7 @@ class Backup:
         try:
             for checkpoint in reversed(later_checkpoints):
                 try:
-                    if is_linked(checkpoint / MANIFEST, backup.path):
+                    if is_linked(checkpoint / checkpoints.MANIFEST, backup.path):
                         raise DamageError(f"it is a link to a path outside {backup.path}")
                     listed_files(checkpoint)
                     self._restore_files(step_of(checkpoint))
@@ -229,7 +221,7 @@ class Backup:
         _copy_files(self.run, self.there)  # again: the copy takes long, and this step may have been validated meanwhile
         for path in later_checkpoints:
             if path.name != checkpoint.name and (path in unknown or step_of(path) > step_of(checkpoint)):  # rolled back
-                discard(path, FILES)
+                discard(path, checkpoints.FILES)
         self.may_replace = False
         checkpoints.sweep(backup)
         checkpoints.prune(backup, self.limit, self.run.metrics)

@@ -45,11 +45,9 @@ def architecture_of(source: str, command: ModelArguments, flags: set[str]) -> di
     ]
     if config.rope_parameters and (kind := config.rope_parameters["rope_type"]) != "default":
         problems.append(f"{source} has rotary positions of type {kind}; train it with Transformers' Trainer.")
-    context, limit = values["n_positions"], settings["n_positions"]
-    if "n_positions" in flags and not settings["rope_theta"] and context > limit:
-        problems.append(
-            f"n_positions is {context}, but {source} has learned only {limit} positions; use at most these."
-        )
+    context, most = values["n_positions"], settings["n_positions"]
+    if "n_positions" in flags and not settings["rope_theta"] and context > most:
+        problems.append(f"n_positions is {context}, but {source} has learned only {most} positions; use at most these.")
     Problems(problems).refuse()
     return settings | {name: values[name] for name in free}
 

@@ -188,11 +188,9 @@ class Saver(AbstractContextManager):
         self.verification.wait()
         try:
             refuse_full_disk(self.folder, self.snapshot.n_bytes)
-            folder = checkpoint.write_checkpoint(
-                self.folder.checkpoints, self.snapshot, self.shell, self.tokenizer, state
-            )
+            new = checkpoint.write_checkpoint(self.folder.checkpoints, self.snapshot, self.shell, self.tokenizer, state)
             seconds = round(time.perf_counter() - begin, 4)
-            checkpoint.copy(folder, self.folder.model, model_only=True)
+            checkpoint.copy(new, self.folder.model, model_only=True)
             forget_replaced(self.folder)
             in_use = self.backup.copying if self.backup is not None else None
             checkpoint.prune(self.folder.checkpoints, self.save_total_limit, self.folder.metrics, in_use)

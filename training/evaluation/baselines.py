@@ -3,7 +3,6 @@
 import bz2
 import gzip
 import lzma
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,16 +18,6 @@ COMPRESSORS = {
 }
 
 
-@dataclass(frozen=True)
-class Level:
-    """(k + 1)-grams of a text: k context tokens, numbered as the previous level's keys, and a last token."""
-
-    keys: np.ndarray  # (grams,) int64, sorted: number of the context * vocab_size + last token
-    counts: np.ndarray  # (grams,): occurrences at the highest level; at lower levels, distinct preceding tokens
-    totals: np.ndarray  # (contexts,): sums of `counts`
-    kinds: np.ndarray  # (contexts,): number of `counts` above 0
-
-
 class NGram:
     """Interpolated Kneser-Ney model (Kneser and Ney 1995; Chen and Goodman 1999, 2.7) with one discount. Unigrams are
     interpolated with a uniform distribution over the vocabulary. Order 1 is a unigram model."""
@@ -40,6 +29,8 @@ class NGram:
         levels, ranks = [], []
         context = np.zeros(len(tokens), dtype=np.int64)  # (n,): number of the context before each token
         for k in range(order):
+            # Of the (k + 1)-grams (grams,): sorted keys, int64, number of the context * vocab_size + last token; and
+            # counts of occurrences. A context has the number of its key on the previous level.
             keys, rank, counts = np.unique(context * vocab_size + tokens[k:], return_inverse=True, return_counts=True)
             if levels:  # a gram of the previous level counts once per distinct preceding token
                 end = np.empty(len(keys), dtype=np.int64)
@@ -49,28 +40,24 @@ class NGram:
             ranks.append(rank)
             context = rank[:-1]
         contexts = [1, *(len(keys) for keys, _ in levels)]
-        self.levels = [
-            Level(
-                keys,
-                counts,
-                np.bincount(keys // vocab_size, weights=counts, minlength=n),
-                np.bincount(keys[counts > 0] // vocab_size, minlength=n),
-            )
-            for (keys, counts), n in zip(levels, contexts, strict=False)
-        ]
+        self.levels = []  # keys, counts, and (contexts,) sums of counts, and number of counts above 0
+        for (keys, counts), n in zip(levels, contexts, strict=False):
+            totals = np.bincount(keys // vocab_size, weights=counts, minlength=n)
+            kinds = np.bincount(keys[counts > 0] // vocab_size, minlength=n)
+            self.levels.append((keys, counts, totals, kinds))
 
     def probabilities(self, tokens: np.ndarray) -> np.ndarray:
         """Return the probability of each token given the tokens before it in `tokens` (n,), as (n,) float64."""
         tokens = tokens.astype(np.int64)
         result = np.full(len(tokens), 1 / self.vocab_size)
         context = np.zeros(len(tokens), dtype=np.int64)  # -1 for an unseen context
-        for level in self.levels:
+        for keys, counts, totals_of_contexts, kinds in self.levels:
             grams = context * self.vocab_size + tokens
-            place = np.minimum(np.searchsorted(level.keys, grams), len(level.keys) - 1)
-            is_seen = (level.keys[place] == grams) & (context >= 0)
-            totals = np.where(context >= 0, level.totals[context], 0)
-            mass = np.where(is_seen, np.maximum(level.counts[place] - DISCOUNT, 0), 0)
-            lower_mass = DISCOUNT * level.kinds[context] * result
+            place = np.minimum(np.searchsorted(keys, grams), len(keys) - 1)
+            is_seen = (keys[place] == grams) & (context >= 0)
+            totals = np.where(context >= 0, totals_of_contexts[context], 0)
+            mass = np.where(is_seen, np.maximum(counts[place] - DISCOUNT, 0), 0)
+            lower_mass = DISCOUNT * kinds[context] * result
             result = np.where(totals > 0, (mass + lower_mass) / np.maximum(totals, 1), result)
             context = np.concatenate([[-1], np.where(is_seen, place, -1)[:-1]])
         return result

@@ -76,14 +76,12 @@ class Advisor:
             return
         idle, mfu = [line["idle"] for line in lines], [line.get("mfu", 1.0) for line in lines]
         if min(idle) >= IDLE:
-            remedy = {
+            hint = {
                 "mmap": "they are read from disk, so use --data_placement ram if they fit in RAM, or a faster disk",
                 "ram": "other processes use the CPU, so stop them or give the run more cores",
                 "device": "each batch is too little work, so use a larger micro-batch",
             }[self.plan.placement.where]
-            yield Advice(
-                "data", f"The device waits for its batches {statistics.median(idle):.0%} of the time: {remedy}."
-            )
+            yield Advice("data", f"The device waits for its batches {statistics.median(idle):.0%} of the time: {hint}.")
         if self.usual_mfu is not None and max(mfu) <= SLOW * self.usual_mfu:
             text = (
                 f"MFU is {statistics.median(mfu):.0%}, but others reach about {self.usual_mfu:.0%} on this device; "

@@ -86,16 +86,14 @@ def compare(
     old = old | {name: getattr(checkpoint_model, name) for name in fields} | state.settings
     new = {name: getattr(model, name) for name in fields} | dict(new)
     differences = {name: _sentence(name, new, old) for name in new if name in old and new[name] != old[name]}
-    exceptions = settings.allowed | (TOKEN_IDS if "tokenizer" in settings.allowed else set())
+    exceptions = settings.allowed | (TOKEN_IDS if "tokenizer" in settings.allowed | differences.keys() else set())
     refusals = []
     for name, sentence in differences.items():
         if name in fields and not _has_same_shapes(checkpoint_model, name, new[name]):
             refusals.append(f"{sentence}, so its weights do not fit; start a new run in another --output_dir")
         elif settings.resume.get(name) == "fixed":
             refusals.append(f"{sentence}, so its moments do not fit; start a new run in another --output_dir")
-        elif name in settings.refused.union(fields) - exceptions and not (
-            name in TOKEN_IDS and "tokenizer" in differences
-        ):
+        elif name in settings.refused.union(fields) - exceptions:
             store = find_cached(old["data"]) if name in ("tokenizer", "data") else None
             origin = f"the run was trained on {store}, so resume it with --data {store}; " if store is not None else ""
             refusals.append(f"{sentence}; {origin}if this is intended, add --allow_change {name}")

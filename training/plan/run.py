@@ -111,11 +111,9 @@ def print_end(run: Run, arguments: RunArguments, step: int, reason: str | None) 
     """Print the next commands. `reason` is why the run stopped after `step` steps, or None if it is finished."""
     say, folder, path = printer(run.accelerator), run.folder, quote(str(run.folder.path))
     if reason is not None:
-        command = "run" + " the same command again, or" * (not discards_steps(run, arguments))
-        command += f":\n  {launch_command()} --resume_from_checkpoint {path}"
-        resume = (
-            f"To resume, {command}" if folder.newest_step() else "The same command starts the run from the beginning."
-        )
+        how = "run" + " the same command again, or" * (not discards_steps(run, arguments))
+        how += f":\n  {launch_command()} --resume_from_checkpoint {path}"
+        resume = f"To resume, {how}" if folder.newest_step() else "The same command starts the run from the beginning."
         say(f"\nStopped after step {step:,} of {run.plan.max_steps:,} ({reason}); {folder.last_good()}. {resume}")
         return
     opening = next((line for line in run.sampling.sample_prompts[0].splitlines() if line.strip()), "")

@@ -22,15 +22,8 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.build.report import documents, left_out
 from tokenizer.corpus.named_data import find
 from tokenizer.store.store import Metadata
+from training.checkpoints import metrics
 from training.checkpoints.loading import is_hub_id
-from training.checkpoints.metrics import (
-    best_evaluation,
-    comparable_loss,
-    read_events,
-    read_metrics,
-    scores_more,
-    seconds_until,
-)
 from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.samples import read_samples
 from training.checkpoints.status import hours, read_status, starts_in_force
@@ -99,22 +92,21 @@ def read_facts(folder: RunFolder) -> dict[str, Any] | None:
 
 def gather(folder: RunFolder) -> dict[str, Any]:
     """Gather the facts from the current files of the run."""
-    entries, events, samples = read_metrics(folder.metrics), read_events(folder.events), read_samples(folder.samples)
-    settings, starts = read_yaml(folder.config), starts_in_force(events)
-    source = settings.get("init_from")
+    entries, events = metrics.read_metrics(folder.metrics), metrics.read_events(folder.events)
+    samples, settings = read_samples(folder.samples), read_yaml(folder.config)
+    starts, source = starts_in_force(events), settings.get("init_from")
+    environments = [{"step": start["step"], "text": start["environment"]} for start in starts if "environment" in start]
     evaluations, reference = [entry for entry in entries if "eval_loss" in entry], find_reference(folder)
-    texts_by_step = {step: texts for step, texts in samples.items() if texts}
+    texts_at = {step: texts for step, texts in samples.items() if texts}
     speed_entries = [entry for entry in entries if "tokens_per_second" in entry]
     first_step = next((entry["seconds_to_first_step"] for entry in entries if "seconds_to_first_step" in entry), 0.0)
-    openings = [texts[0][:PROMPT_CHARACTERS] for texts in texts_by_step.values()]  # the tokenizer can encode these
+    openings = [texts[0][:PROMPT_CHARACTERS] for texts in texts_at.values()]  # the tokenizer can encode these
     return {
         "name": folder.path.name,
         "prompt": [*settings.get("sample_prompts", []), *openings, "Once"][0],
-        "results": _results(entries, evaluations, texts_by_step) if evaluations else None,
+        "results": _results(entries, evaluations, texts_at) if evaluations else None,
         "reference": reference.compared(evaluations[-1]) if evaluations and reference is not None else "",
-        "samples": [
-            {"step": step, "texts": texts_by_step[step]} for step in evenly(sorted(texts_by_step), MAX_MOMENTS)
-        ],
+        "samples": [{"step": step, "texts": texts_at[step]} for step in evenly(sorted(texts_at), MAX_MOMENTS)],
         "settings": {
             name: _as_typed(value) if isinstance(value, str) else value
             for name, value in settings.items()
@@ -122,7 +114,8 @@ def gather(folder: RunFolder) -> dict[str, Any]:
         },
         "pretrained": source and (source if is_hub_id(source) else Path(source).resolve().name),
         "command": f"{launch_command()} --config config.yaml --data {shlex.quote(_as_typed(settings['data']))}",
-        "environments": _environments(starts),
+        # Hardware and libraries, with the step after which each combination was used.
+        "environments": [next(group) for _, group in groupby(environments, key=itemgetter("text"))],
         "begins_at": starts[0]["step"] if starts else 0,
         "changes": [
             {"step": start["step"], "text": text.partition("; the run was")[0]}
@@ -140,8 +133,9 @@ def gather(folder: RunFolder) -> dict[str, Any]:
 
 def summarize_run(folder: RunFolder) -> dict[str, Any]:
     """Return the facts of a run, finished or in progress, for a comparison with other runs."""
-    entries, events, settings = read_metrics(folder.metrics), read_events(folder.events), read_yaml(folder.config)
-    data, state = (read_facts(folder) or {}).get("data", {}), read_status(folder.status).get("state", "running")
+    entries, events = metrics.read_metrics(folder.metrics), metrics.read_events(folder.events)
+    settings, data = read_yaml(folder.config), (read_facts(folder) or {}).get("data", {})
+    state = read_status(folder.status).get("state", "running")
     newest = ([{}] + [entry for entry in entries if "eval_loss" in entry])[-1]
     estimates = [{"steps": 0}] + [event["planned"] for event in events if "planned" in event]
     end = datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if entries and state == "running" else None
@@ -158,25 +152,19 @@ def evenly(items: list[Any], limit: int) -> list[Any]:
 def _results(entries: Entries, evaluations: Entries, samples: dict[int, list[str]]) -> dict[str, Any]:
     """Return one row per validation (`evaluations`), with scores, training time and a sample."""
     by_step = {entry["step"]: entry for entry in entries if "loss" in entry}
-    seconds, best = seconds_until(entries), best_evaluation(evaluations)
+    seconds, best = metrics.seconds_until(entries), metrics.best_evaluation(evaluations)
     return {
         "rows": [
             entry
-            | {"comparable_loss": comparable_loss(entry), "seconds": seconds.get(entry["step"], 0)}
+            | {"comparable_loss": metrics.comparable_loss(entry), "seconds": seconds.get(entry["step"], 0)}
             | {name: by_step.get(entry["step"], {}).get(name) for name in ("loss", "tokens_per_second")}
             | {"sample": samples.get(entry["step"], [""])[0]}
             for entry in evenly(evaluations, MAX_ROWS)
         ],
         "validations": len(evaluations),
-        "is_sampled": any(map(scores_more, evaluations)),  # if so, losses are comparable only on the sample
-        "best": {"step": best["step"], "loss": comparable_loss(best)},
+        "is_sampled": any(map(metrics.scores_more, evaluations)),  # if so, losses are comparable only on the sample
+        "best": {"step": best["step"], "loss": metrics.comparable_loss(best)},
     }
-
-
-def _environments(starts: Entries) -> list[dict[str, Any]]:
-    """Return hardware and libraries, with the step after which each combination was used."""
-    environments = [{"step": start["step"], "text": start["environment"]} for start in starts if "environment" in start]
-    return [next(group) for _, group in groupby(environments, key=itemgetter("text"))]
 
 
 def _as_typed(value: str) -> str:
@@ -190,9 +178,7 @@ def _as_typed(value: str) -> str:
 def _speed(entries: Entries, first_step: float) -> dict[str, Any]:
     values = {name: [entry[name] for entry in entries if name in entry] for name in SPEED_MEASURES}
     return {
-        "percentiles": {
-            name: np.percentile(numbers, [10, 50, 90]).tolist() for name, numbers in values.items() if numbers
-        },
+        "percentiles": {name: np.percentile(row, [10, 50, 90]).tolist() for name, row in values.items() if row},
         "log_lines": len(entries),
         "peak_memory_gb": max(entry.get("peak_memory_gb", 0.0) for entry in entries),
         "seconds_to_first_step": first_step,

@@ -84,10 +84,8 @@ def _missing_to_compile() -> str:
         (has_gpu and is_missing("CC", "gcc", "clang"), "a C compiler (gcc or clang)", "gcc"),
     ]
     parts = []
-    if packages := {name: package for is_needed, name, package in requirements if is_needed}:
-        parts.append(
-            f"{', '.join(packages)} not found; on Debian and Ubuntu: apt install {' '.join(packages.values())}."
-        )
+    if needed := {name: package for is_needed, name, package in requirements if is_needed}:
+        parts.append(f"{', '.join(needed)} not found; on Debian and Ubuntu: apt install {' '.join(needed.values())}.")
     if has_gpu and torch.version.hip is None and torch.cuda.get_device_capability() < (7, 0):
         parts.append("Triton supports GPUs from compute capability 7.0 on (V100, T4 and newer).")
     if has_gpu and importlib.util.find_spec("triton") is None:

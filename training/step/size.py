@@ -23,23 +23,15 @@ def size_of(config: GPT2ScratchConfig) -> ModelSize:
     """Return the sizes of a model, whose blocks all have the size of the first."""
     key = str(vars(config))
     if key not in _SIZES:
-        _SIZES[key] = _count(config)
+        single = deepcopy(config)
+        single.n_layer = 1
+        with torch.device("meta"):
+            model = GPT2ScratchForCausalLM(single)
+        block, L = model.transformer.h[0], config.n_layer
+        parameters = model.num_parameters() + (L - 1) * sum(parameter.numel() for parameter in block.parameters())
+        products = L * _products(block)
+        _SIZES[key] = ModelSize(parameters, products + _products(model.lm_head), products, L * _products(block.mlp))
     return _SIZES[key]
-
-
-def _count(config: GPT2ScratchConfig) -> ModelSize:
-    single = deepcopy(config)
-    single.n_layer = 1
-    with torch.device("meta"):
-        model = GPT2ScratchForCausalLM(single)
-    block, L = model.transformer.h[0], config.n_layer
-    block_products = L * _products(block)
-    return ModelSize(
-        parameters=model.num_parameters() + (L - 1) * sum(parameter.numel() for parameter in block.parameters()),
-        products=block_products + _products(model.lm_head),
-        block_products=block_products,
-        mlp_products=L * _products(block.mlp),
-    )
 
 
 def _products(module: nn.Module) -> int:

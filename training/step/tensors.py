@@ -51,18 +51,14 @@ def read_tensors(path: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple
                 raise UserError(f"{path} does not fit the model of config.json and its optimizer: {names}.")
             for name, shape in shapes.items():
                 tensor = file.get_tensor(name)
-                _check(tensor, shape, f"{path}: {name}")
+                if tensor.shape != shape or tensor.dtype != torch.float32:
+                    problem = f"{tuple(tensor.shape)} of {tensor.dtype} instead of {tuple(shape)} of torch.float32"
+                    raise UserError(f"{path}: {name} is {problem}; resume from another checkpoint.")
+                if not tensor.sum().isfinite() and not tensor.isfinite().all():
+                    raise UserError(f"{path}: {name} is not finite; resume from another checkpoint.")
                 yield name, tensor
     except SafetensorError as error:
         raise UserError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
-
-
-def _check(tensor: torch.Tensor, shape: torch.Size, name: str) -> None:
-    if tensor.shape != shape or tensor.dtype != torch.float32:
-        problem = f"{tuple(tensor.shape)} of {tensor.dtype} instead of {tuple(shape)} of torch.float32"
-        raise UserError(f"{name} is {problem}; resume from another checkpoint.")
-    if not tensor.sum().isfinite() and not tensor.isfinite().all():
-        raise UserError(f"{name} is not finite; resume from another checkpoint.")
 
 
 @torch.no_grad()
