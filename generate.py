@@ -32,11 +32,11 @@ from common.atomic import file_sha256
 from common.command_line import FlagParser, run
 from common.errors import UserError
 from common.limits import setting
+from common.progress import IN_NOTEBOOK
 from modeling_gpt2scratch.loading import WEIGHTS, ModelError, arrange_weights, check_logits
 from modeling_gpt2scratch.prompts import chat_ids, encode_prompt, end_tokens
 from training.checkpoints.loading import find_model, load_any_model, model_errors
 from training.evaluation.sampling import TextStream, compiled, continue_texts, continue_tokens, generation_config
-from training.runtime.console import IN_NOTEBOOK
 
 REPOSITORY = Path(__file__).parent
 RECORD = REPOSITORY / "benchmarks" / "results" / "root-model.json"  # facts about the model in this repository

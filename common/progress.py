@@ -1,5 +1,6 @@
 """Progress display for long tasks: a bar on a terminal, otherwise a line every 30 seconds."""
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -10,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 SECONDS_BETWEEN_LINES = 30.0
+# A notebook gives commands a terminal, but keeps everything written to it: print lines there, not frames.
+IN_NOTEBOOK = "JPY_PARENT_PID" in os.environ  # set by Jupyter for its kernels
 Item = TypeVar("Item")
 
 
@@ -19,7 +22,7 @@ class Progress(AbstractContextManager):
     def __init__(self, label: str, total: int, is_shown: bool = True, say: Callable[[str], None] = lambda line: None):
         console = Console(stderr=True)
         columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
-        is_hidden = not (is_shown and console.is_terminal)
+        is_hidden = IN_NOTEBOOK or not (is_shown and console.is_terminal)
         self.bar = progress.Progress(TextColumn(label), *columns, console=console, transient=True, disable=is_hidden)
         self.task = self.bar.add_task("", total=total, note="")
         self.total, self.say, self.done = total, say, 0
@@ -43,4 +46,6 @@ class Progress(AbstractContextManager):
 def track(items: Iterable[Item], label: str, is_shown: bool) -> Iterable[Item]:
     """Return `items` with a progress bar on stderr, if that is a terminal and `is_shown`."""
     console = Console(stderr=True)
-    return progress.track(items, label, console=console, transient=True, disable=not (is_shown and console.is_terminal))
+    return progress.track(
+        items, label, console=console, transient=True, disable=IN_NOTEBOOK or not (is_shown and console.is_terminal)
+    )

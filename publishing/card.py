@@ -2,13 +2,16 @@
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.repocard_data import model_index_to_eval_results
 
+from common.errors import NONSENSE
 from common.limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig
 from modeling_gpt2scratch.conversion_gpt2scratch import native_kind
@@ -21,7 +24,7 @@ from training.report.report import environment
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Metadata keys that the new card keeps from the card of a model folder, unless a flag replaces them.
-METADATA_KEYS = ("base_model", "datasets", "language", "license")
+METADATA_KEYS = ("base_model", "datasets", "language", "license", "license_name", "license_link")
 NO_LICENSE = "No license was given: ask the author before you use the weights."
 VALIDATION = {"eval_loss": "Loss", "eval_perplexity": "Perplexity", "eval_bits_per_byte": "Bits per byte"}
 
@@ -81,13 +84,14 @@ def model_card(
     license = options.license or sections.get("License") or sections.get("Licence") or metadata.license
     has_own_evaluation = release.training is None and not release.evaluation
     author, title = repository.id.split("/")
+    revision = f', revision="{repository.branch}"' * bool(repository.branch)
     variables = {
         "base": "page.md.j2" if release.facts is None else "report.md.j2",
         "release": release,
         "written": SIGNATURE,
         "repository": repository,
-        "more": f', revision="{repository.branch}"' * bool(repository.branch)
-        + ", trust_remote_code=True" * options.has_code,
+        "revision": revision,
+        "more": revision + ", trust_remote_code=True" * options.has_code,
         "options": options,
         "native": {"gpt2": "GPT-2", "apertus": "Apertus"}.get(native),
         "gguf": gguf,
@@ -144,6 +148,8 @@ def _cut(text: str, tokens: int) -> str:
 
 def _metadata(release: PublishedModel, repository: Repository, options: FolderArguments, kind: str) -> ModelCardData:
     training, metadata = release.training, release.metadata
+    if options.license:
+        metadata = {name: value for name, value in metadata.items() if name not in ("license_name", "license_link")}
     values = {"license": options.license, "language": options.language}
     tags = metadata["tags"] if isinstance(metadata.get("tags"), list) else []
     tags = [kind, *(tag for tag in tags if tag not in ("gpt2scratch", "gpt2", "apertus"))]
@@ -154,8 +160,12 @@ def _metadata(release: PublishedModel, repository: Repository, options: FolderAr
             values["base_model"] = training.base_model
         if training.store is not None:
             values["datasets"] = sorted(set(training.store.metadata.hub_datasets))
+        elif release.facts is not None:  # the store is gone, but the report names the Hub datasets
+            values["datasets"] = sorted(release.facts["data"].get("commits", {}))
     tasks = release.evaluation.get("tasks", {"configs": {}})
     results = [*validation_results(release), *release.harness, *harness_entries(tasks)]
+    with suppress(*NONSENSE):  # of the page of a model without a run
+        results = [*model_index_to_eval_results(metadata["model-index"])[1] * (training is None), *results]
     return ModelCardData(
         library_name="transformers" if options.has_weights else "transformers.js",
         pipeline_tag="text-generation",

@@ -163,7 +163,7 @@ def publish(options: DemoArguments) -> None:
         check_access(space)
     if sdk == "gradio":
         if not options.dry_run:
-            check_models([name.partition("@")[0] for name in options.models])
+            check_models(options.models)
         assemble_space(options.models, folder, title)
     else:
         from publishing.static_page import write_page  # needs the extra onnx

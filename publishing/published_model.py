@@ -105,6 +105,8 @@ class PublishedModel:
 def find_folder(path: Path, choice: str | None) -> Path:
     """Return the checkpoint or model folder to publish. `choice` selects the checkpoint of a run: `last`, `best` or a
     step (None: that of the run's model). Raise a `UserError` if it does not exist or is damaged."""
+    real = path.resolve()  # of `.` in a checkpoint or in a run's model/
+    path = real if is_checkpoint(real) or RunFolder(real.parent).is_run() else path
     if (path / CONFIG).is_file() and not is_checkpoint(path) and not RunFolder(path.parent).is_run():
         if choice is not None:
             raise UserError(f"{path} is a model without a run and has no checkpoint {choice}; leave --checkpoint out.")

@@ -86,9 +86,13 @@ def check_access(repository: Repository) -> None:
 
 
 def check_models(names: list[str]) -> None:
-    """Raise a `UserError` if a model does not exist on the Hub or is not public."""
+    """Raise a `UserError` if a model, user/name or user/name@revision, does not exist on the Hub or is not public."""
+    absent = []
     with hub_errors(f"access {', '.join(names)}"):
-        absent = [name for name in names if not HfApi().repo_exists(name, token=False)]
+        for name in names:
+            repository, _, revision = name.partition("@")
+            if not HfApi().revision_exists(repository, revision or "main", token=False):
+                absent.append(name)
     if absent:
         raise UserError(
             f"{', '.join(absent)} does not exist as a public model on the Hub; push it first, without --private."

@@ -149,6 +149,9 @@ def _run_isolated(location: Location, reference: Expected) -> tuple[dict[str, An
         save_file({"probe": reference.probe, **reference.windows}, request["files"])
         (elsewhere / "request").write_text(json.dumps(request), encoding="utf-8")
         environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        paths = [Path(name).resolve() for name in os.environ.get("PYTHONPATH", "").split(os.pathsep) if name]
+        repository = Path(__file__).resolve().parent.parent
+        environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if path != repository)
         environment |= {"HOME": home, "HF_HOME": home, "PYTHONUSERBASE": site.getuserbase(), "HF_HUB_OFFLINE": "1"}
         if location.cache is not None:
             environment["HF_HUB_CACHE"] = str(location.cache)

@@ -154,7 +154,8 @@ def test_records_without_a_valid_chat_are_counted_with_the_reason(tmp_path):
     assert len(chats) == counts.documents == 2
     assert counts.empty_records == 3
     source = Corpus([str(tmp_path / "a.jsonl")], CorpusArguments())
-    assert_user_error(r"line 1 \(it is not a list of messages with role and content\); name the", source.check, counts)
+    sentence = r"line 1 \(it is not a list of messages with role and content\); remove them"
+    assert_user_error(sentence, source.check, counts)
 
 
 def test_surrogates_in_messages_are_replaced_and_text_and_chats_can_be_mixed(tmp_path):

@@ -116,7 +116,8 @@ def test_missing_input_is_refused_by_name(tmp_path, monkeypatch):
     assert refusal("boks/a.txt").startswith("boks/a.txt is not a local path, and the Hub cannot be reached (HF_HUB")
     sentence = "revision is v1, but no input is a Hub dataset; leave it out."
     assert_user_error(sentence, corpus, "books/a.txt", revision="v1")
-    assert refusal("empty").startswith("empty has no files except hidden files and links (only a glob follows them); ")
+    sentence = "has no files except hidden files, token stores and links (only a glob follows links);"
+    assert refusal("empty").startswith(f"empty {sentence} ")
 
 
 def test_tilde_is_expanded_and_stores_and_pipes_are_not_text(tmp_path, monkeypatch):
@@ -178,7 +179,8 @@ def test_links_are_followed_only_if_given_by_name(tmp_path):
     assert documents(tmp_path / "a.txt") == documents(tmp_path / "folder") == documents(tmp_path / "*.txt") == ["out"]
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "b.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
-    assert "has no files except hidden files and links (only a glob follows them);" in refusal(tmp_path / "links")
+    sentence = "has no files except hidden files, token stores and links (only a glob follows links);"
+    assert sentence in refusal(tmp_path / "links")
     assert documents(tmp_path / "links" / "*") == ["out"]
     for name, target in (("broken", "nothing"), ("round", "round")):
         link = tmp_path / name
@@ -409,7 +411,8 @@ def test_up_to_one_percent_of_records_can_lack_text(tmp_path, broken):
     path = write(tmp_path / "many.jsonl", "\n".join([*good[:50], broken, *good[50:], broken]))
     sentence = refusal(path)
     assert sentence.startswith(f"{path}: 2 records have no text and 99 have text; the first in {path}, line 51")
-    assert sentence.endswith(("line 51; name the right column with --text_column.", "(broken); correct that."))
+    remedies = ("line 51; remove them, or name the right column with --text_column.", "(broken); correct that.")
+    assert sentence.endswith(remedies)
 
 
 def test_intermediate_check_uses_the_total_size(tmp_path):

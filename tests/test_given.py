@@ -121,6 +121,7 @@ def failing():
         (Dataset.from_dict({"text": []}), {}, r"Dataset has no rows; give a dataset with text"),
         *((Dataset.from_dict({"text": [value] * 5}), {}, r"no text") for value in (None, [["a"]], 1)),
         (DatasetDict({"test": Dataset.from_list(ROWS)}), {}, r"DatasetDict has no split train, only test; give one"),
+        (dict.fromkeys(("train", "val"), Dataset.from_list(ROWS)), {}, r"dict has a split val, .* name it validation"),
         (IterableDataset.from_generator(failing), {}, r"Reading IterableDataset stopped: the line is cut\. Correct"),
         (iterable([]), {}, r"no text"),
         (iterable([*ROWS[:50], *({"body": "x"} for _ in range(50))]), {}, r"50 records have no text and 50 have text"),

@@ -53,7 +53,13 @@ def test_a_machine_is_lost_and_the_same_cells_go_on(store, tmp_path, monkeypatch
     for name, value in (("HF_HUB_OFFLINE", "1"), ("OMP_NUM_THREADS", "1"), ("HF_HOME", str(tmp_path / "home"))):
         monkeypatch.setenv(name, value)
     run, drive = tmp_path / "machine" / "tiny", tmp_path / "drive"
-    parameters = {"DATA": str(store.folder), "RUN": str(run), "DRIVE": str(drive), "PROMPT": "the", "LOOK_HOURS": 1e-6}
+    parameters = {
+        "DATA": str(store.folder),
+        "RUN": str(run),
+        "DRIVE": str(drive),
+        "PROMPT": 'the "$x',
+        "LOOK_HOURS": 1e-6,
+    }
     parameters["FLAGS"] = " ".join(flags(**TINY, vocab_size=300))
     (run.parent / "compiled").mkdir(parents=True)
     (run.parent / "compiled" / "kernel").touch()  # as if the run had compiled something

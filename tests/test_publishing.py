@@ -415,8 +415,12 @@ def test_a_card_names_its_branch_and_the_native_and_gguf_files(run):
     assert "as Transformers' own GPT-2" in card
     assert "xielu" not in card
     assert card.count('"me/tiny", revision="step0000002-tokens128", trust_remote_code=True') == 5
-    assert '("me/tiny", subfolder="native")' in card
-    assert "for llama.cpp: `llama-completion -hf me/tiny:F16 -p ...`. On 256 tokens" in card
+    assert '("me/tiny", revision="step0000002-tokens128", subfolder="native")' in card
+    assert "--revision step0000002-tokens128 --local-dir .`, then `llama-completion -m tiny-F16.gguf -p" in card
+    main_card = model_card(
+        PublishedModel.read(find_folder(run, None)), Repository("me/tiny"), FolderArguments(["both"]), [GGUF]
+    )
+    assert "for llama.cpp: `llama-completion -hf me/tiny:F16 -p ...`. On 256 tokens" in main_card
     assert "differ from the model's by at most 0.001 and its loss by +1.0e-06" in card
 
 

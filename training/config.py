@@ -135,10 +135,10 @@ class TrainConfig:
 
     @property
     def is_resolved(self) -> bool:
-        """True if the budget is that of a file, and the run or the user decided the length afterwards."""
+        """True if budget or depth are those of a file, and the run or the user decided the length afterwards."""
         has_length = "max_steps" in self.given or bool(LENGTHS & self.flags)
         is_sized = self.sources.get("initializer_range") == "file"  # the budget has chosen the model
-        return self.sources.get("budget") == "file" and has_length and is_sized
+        return not {"budget", "depth"} & self.flags and has_length and is_sized
 
     @property
     def values(self) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class TrainConfig:
         """Every setting with its default and its effect on resuming."""
         defaults = {name: value for kind in PARTS for name, value in asdict(kind()).items()}
         effects = {part.name: part.metadata.get("resume") for kind in PARTS for part in fields(kind)}
-        if self.budget.budget is not None:  # the length is an estimate until the run corrects it
+        if self.budget.budget is not None and not self.is_resolved:  # the length is an estimate
             effects["max_steps"] = "free"
         effects |= dict.fromkeys(DERIVED_SETTINGS, "derived")
         return RunSettings(self.flat(), defaults, effects, self.changes.allowed)
@@ -225,6 +225,8 @@ def _given(flags: dict[str, Any], file: dict[str, Any]) -> TrainConfig:
         raise UserError(f"{run} has its own {CONFIG_FILE}; leave out --config and override settings with flags.")
     if LENGTHS & flags.keys() or ("budget" in flags and file.get("budget")):  # the file's length is for its own budget
         file = {name: value for name, value in file.items() if name not in LENGTHS}
+    if "init_from" in flags and "budget" in flags and "config" not in flags:  # which chooses the rest
+        file = {name: value for name, value in file.items() if name not in CHOICES - {"learning_rate"}}
     values = file | flags
     if values.get("data") is None:
         raise UserError("No training data is named: set --data to a text file, a folder or a token store.")
@@ -276,7 +278,7 @@ def dump_config(config: TrainConfig, omits_defaults: bool = False) -> str:
     command_settings = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir", "allow_change", "profile"}
     command_settings |= {"plan", "plan_device", "plan_steps", "verbose"}
     defaults = dict(config.settings.defaults) if omits_defaults else {}
-    defaults.pop("initializer_range", None)  # shows that a budget has chosen the model
+    defaults = {name: value for name, value in defaults.items() if name not in CHOICES}  # which a budget decides
     content = {
         name: value
         for name, value in config.flat().items()

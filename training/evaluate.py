@@ -45,7 +45,7 @@ from training.data import run_data
 from training.evaluation import panel
 from training.evaluation.memorization import memorization
 from training.evaluation.scoring import score_split
-from training.report.report import evaluated_run, keep_evaluation, show_evaluation
+from training.report.report import evaluated_run, keep_evaluation, show_evaluation, weight_hashes
 from training.runtime.device import keep_accelerate_from_sharding
 
 
@@ -192,6 +192,7 @@ def main(arguments: list[str]) -> None:
         vocabulary.load(comparison)  # report a missing file before minutes of scoring
     store, mask_documents = store_and_masking(source, options.data)
     check_store(folder, vocabulary.load(folder), store)
+    hashes = weight_hashes(Path(folder))  # first: a run that trains replaces its model/
     model = load_own_model(folder, torch.float32)
     model.generation_config = GenerationConfig()  # plain sampling: ignore the model's own settings
     if model.config.vocab_size != store.metadata.vocab_size:  # with equal tokenizers, the metadata is wrong
@@ -230,7 +231,7 @@ def main(arguments: list[str]) -> None:
         else:
             show_evaluation(results)
         if results_folder is not None:
-            keep_evaluation(results, results_folder, store)
+            keep_evaluation(results, results_folder, store, hashes)
 
 
 if __name__ == "__main__":

@@ -121,11 +121,15 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     if setup.torch_compile:
         prepare_compiler()  # its first part takes place while the text is read
     store = run_data.open_store(config.recipe, say)
+    if on_main(accelerator, lambda: store.metadata.identity) != store.metadata.identity:
+        raise UserError(f"{store.folder} has other tokens on this machine than on that of rank 0; copy it again.")
     tokenizer = store.load_tokenizer()
     backup_dir, keep = config.backup.backup_dir, config.checkpoints_kept
     backup = Backup(backup_dir, folder, keep, say) if backup_dir is not None else None
     choose = partial(choose_checkpoint, config.run, config.settings, backup, bool(restarted().get("has_begun")), say)
     checkpoint = on_main(accelerator, choose)
+    if checkpoint is not None and not checkpoint.exists():
+        raise UserError(f"{checkpoint}, from which rank 0 resumes, is not on this machine: share the run folder.")
     state = load_state(checkpoint) if checkpoint is not None else None
     position = resume_position(state, store.metadata.identity, restarted().get("passed_over", ()))
     plan = make_plan(config, store, tokenizer, accelerator, setup, position)

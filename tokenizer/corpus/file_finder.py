@@ -73,7 +73,7 @@ class FileFinder:
         problem = "matches no local file or folder and is neither a Hub dataset nor a name in "
         problem += "`python -m tokenizer.pretokenize --list`"
         if matches:
-            problem = "has no files except hidden files and links (only a glob follows them)"
+            problem = "has no files except hidden files, token stores and links (only a glob follows links)"
             problem += ", and files that --exclude matches" * bool(self.exclude)
         near = difflib.get_close_matches(entry, names(), n=1)
         raise UserError(f"{entry} {problem}; {f'did you mean {near[0]}?' if near else 'check the path.'}")
@@ -94,7 +94,10 @@ class FileFinder:
                 raise problem from error
             self.skipped.note_unreadable(folder, 0, problem)
             return
-        records = _saved_by_datasets(folder, {entry.name for entry in entries})
+        names = {entry.name for entry in entries}
+        if {"metadata.json", "train.bin"} <= names:  # a token store, such as those that runs cache in data/
+            return
+        records = _saved_by_datasets(folder, names)
         for entry in sorted(entries, key=lambda entry: entry.name):
             if records is not None and entry.name not in records:
                 continue

@@ -41,6 +41,8 @@ class GivenDataset:
             raise UserError(
                 f"The data are of the type {name}; give a Dataset, an IterableDataset, a dict of splits, or paths."
             )
+        if short := sorted(splits.keys() & {"val", "valid", "dev"}):
+            raise UserError(f"{name} has a split {short[0]}, which is not read; name it validation.")
         splits = {split: splits[split] for split in SPLITS if split in splits}
         if "train" not in splits:
             raise UserError(f"{name} has no split train, only {', '.join(data) or 'none'}; give one split.")

@@ -133,13 +133,14 @@ class Corpus:
             self.hub = [hub and replace(hub, revision=arguments.revision) for hub in self.hub]
         self.files: list[list[TextFile]] = []
         self.finder, self.has_chats = FileFinder(arguments.exclude), False
-        folder = os.path.join(os.path.abspath(left_out), "") if left_out is not None else None
+        own = os.path.abspath(left_out) if left_out is not None else None
+        outputs = (f"{own}/", f"{own}{files.PACKED_STORE}", f"{own}-parquet/") if own is not None else ()
         entries: dict[str, str] = {}  # by path
         for entry, hub in zip(inputs, self.hub, strict=True):
             self.files.append([])
             for file in self.finder.find(entry) if hub is None and entry not in given else ():
                 path = os.path.abspath(file.path)
-                if folder is not None and path.startswith(folder):
+                if path.startswith(outputs):
                     continue
                 if path in entries:
                     raise UserError(
@@ -270,7 +271,7 @@ class Corpus:
             )
         if is_all and counts.empty_records > files.TOLERATED_SHARE * (counts.documents + counts.empty_records):
             is_broken = counts.worst()["empty_records"][1].get("why") == "broken"
-            remedy = "correct that" if is_broken else "name the right column with --text_column"
+            remedy = "correct that" if is_broken else "remove them, or name the right column with --text_column"
             raise UserError(
                 f"{inputs}: {counts.empty_records:,} records have no text and {counts.documents:,} have text"
                 f"{_worst(counts, 'empty_records')}; {remedy}{or_exclude}."

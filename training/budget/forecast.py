@@ -232,7 +232,8 @@ def advice(forecast: Forecast) -> Iterator[str]:
     tokens, largest = batches.micro_batch * batches.context, plan.memory.largest_micro_batch(plan.available)
     if on_gpu and tokens < FEW_TOKENS and largest > batches.micro_batch:
         text = f"A micro-batch has {tokens:,} tokens, too few to fill a GPU; {largest:,} sequences would fit"
-        yield f"{text}: raise tokens_per_step, or per_device_train_batch_size."
+        name = "per_device_train_batch_size" if plan.batches.accumulation > 1 else "tokens_per_step of a new run"
+        yield f"{text}: raise {name}."
     is_small = forecast.store.metadata.train.tokens <= scaling.SMALL_TEXT  # as the texts that were measured
     if is_small and round(epochs := plan.epoch(plan.max_steps)) > scaling.MOST_EPOCHS:  # windows leave out tokens
         text = f"beyond about {scaling.MOST_EPOCHS}, the loss on new text rises: use fewer, or more text."

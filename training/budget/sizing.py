@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -19,7 +20,9 @@ from tokenizer.store.store import TokenStore
 from training.budget import scaling
 from training.budget.throughput import Throughput, assumed_speed, measure_speed, validation_tokens
 from training.checkpoints.backup import earlier_run
+from training.checkpoints.checkpoint import step_of
 from training.checkpoints.metrics import read_events
+from training.checkpoints.run_folder import RunFolder, is_checkpoint
 from training.checkpoints.status import hours
 from training.config import CHOICES, LENGTHS, PRESETS, TrainConfig
 from training.data.run_data import open_store
@@ -152,6 +155,11 @@ def resolve(
         values = {name: earlier_settings[name] for name in CHOICES & earlier_settings.keys() - decided}
         config = config.with_settings(values, "file")
     if "max_steps" in values:
+        if LENGTHS & config.flags:
+            printer(accelerator)(
+                f"The budget has set the length of {config.run.output_dir}, {values['max_steps']:,} steps; to change "
+                "it, use --resume_from_checkpoint with the new length."
+            )
         return config.with_settings(dict.fromkeys(LENGTHS - {"max_steps"})), None
     if config.is_resolved:
         return config, None
@@ -166,7 +174,11 @@ def resolve(
     store, sample = stores
     sizes = store.metadata.vocab_size, store.metadata.train.tokens, store.metadata.val.tokens
     sizing = Sizer(config, accelerator, setup, sizes).choose(usage, tokenization, sample)
-    return config.with_settings(sizing.option.settings), sizing
+    settings = sizing.option.settings
+    if sizing.deadline is not None and continues and (done := on_main(accelerator, lambda: _steps_done(config))):
+        most_steps = int(sizing.option.most_tokens / settings["tokens_per_step"])
+        settings = settings | {"max_steps": min(done + settings["max_steps"], most_steps)}
+    return config.with_settings(settings), sizing
 
 
 def with_vocabulary(config: TrainConfig, accelerator: Accelerator, setup: Setup) -> TrainConfig:
@@ -262,7 +274,7 @@ class Sizer:
             raise UserError(self._too_small())
         rows = {name: self._best(factor) for name, factor in FACTORS.items()} if amount else {"this": option}
         if limit:
-            tokens = self._length(option.settings["tokens_per_step"]) or option.tokens
+            tokens = option.most_tokens if LENGTHS & self.given.keys() else option.tokens
             verdict = price.verdict(amount, self._seconds(option.model, tokens))
             limit |= {"verdict": verdict, "speed": self._speed(option.model)}
         return Sizing(option, {name: row for name, row in rows.items() if row is not None}, tokenization, **limit)
@@ -294,9 +306,13 @@ class Sizer:
             longest = tokens = factor * amount.number / flops_per_token(model)
         else:
             longest = tokens = self._length(0) or scaling.RATIOS[self.family] * size_of(model).products
-        maximum = math.inf if LENGTHS & self.config.flags else scaling.MOST_EPOCHS * self.tokens
+        # The length of a resumed run is the user's, or already limited.
+        is_decided = LENGTHS & (self.given.keys() if self.config.run.resume_from_checkpoint else self.config.flags)
+        maximum = math.inf if is_decided else scaling.MOST_EPOCHS * self.tokens
         batch = self._batch(model, max(1, min(tokens, self._length(0) or maximum)))
         limit = self._length(batch)
+        if amount is None and limit is not None:
+            longest = tokens = limit
         maximum = min(maximum, limit or math.inf)
         steps, most_steps = (int(min(number, maximum) / batch) for number in (tokens, longest))
         if steps < 1:
@@ -306,7 +322,7 @@ class Sizer:
         seconds = None
         if self.left is not None:
             seconds = self._seconds(model, steps * batch, math.ceil(steps / settings["eval_steps"]))
-            settings["max_train_tokens"] = limit and int(limit)  # for a resumed run, while its length is an estimate
+            settings["max_train_tokens"] = limit and int(maximum)  # for a resumed run, while its length is an estimate
         return Option(settings, model, steps * batch, maximum, self.tokens, self.family, seconds)
 
     def _batch(self, model: GPT2ScratchConfig, tokens: float) -> int:
@@ -443,6 +459,14 @@ def _earlier(config: TrainConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]
         return {}, []
     folder = earlier_run(config.run.folder, config.backup.backup_dir)
     return ({}, []) if folder is None else (read_yaml(folder.config), read_events(folder.events))
+
+
+def _steps_done(config: TrainConfig) -> int:
+    """Return the step of the checkpoint that this command continues from, or 0."""
+    if (source := config.run.resume_from_checkpoint) is None:
+        folder = earlier_run(config.run.folder, config.backup.backup_dir)
+        return folder.newest_step() if folder is not None else 0
+    return step_of(path) if is_checkpoint(path := Path(source)) else RunFolder(path).newest_step()
 
 
 def seconds_spent(events: list[dict[str, Any]]) -> float:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from accelerate import Accelerator
 
-from common.errors import counted
+from common.errors import UserError, counted
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store.store import TokenStore
 from training.config import TrainConfig
 from training.data.batches import TrainBatches, WindowOrder
 from training.data.run_data import place_tokens
+from training.guard.faults import is_out_of_memory
 from training.log.speed import Speed, flops_per_token, peak_memory
 from training.plan.plan import Plan
 from training.runtime.distributed import on_main
@@ -66,6 +67,13 @@ def measure_speed(
     from steps of one and of two micro-batches, whose difference excludes the optimizer."""
     try:
         return _measured(config, plan, accelerator, store, steps, seconds)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"Out of memory with a micro-batch of {counted(plan.batches.micro_batch, 'sequence')} while the speed was "
+            "measured; use a smaller --per_device_train_batch_size, or a smaller model."
+        ) from error
     finally:
         accelerator.free_memory()  # it would keep the measured model
 

@@ -80,7 +80,7 @@ def check_store(source: str | Path, tokenizer: PreTrainedTokenizerBase, store: T
     if rules(tokenizer) != rules(store.load_tokenizer()):  # files differ between library versions, so compare rules
         raise UserError(
             f"{source} and {store.folder} have different tokenizers; use a store that was made with the model's own "
-            "tokenizer."
+            f"tokenizer (python -m tokenizer.pretokenize --tokenizer {source} ...)."
         )
 
 

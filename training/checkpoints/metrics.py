@@ -94,9 +94,11 @@ DETAILS = {
 }
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Remove the entries after the checkpoint that a run resumes from, so that the file reads as one run."""
-    entries = [entry for entry in read_metrics(path) if entry["step"] <= step]
+def forget_after(path: Path, step: int, keeps_scores: bool = True) -> None:
+    """Remove the entries after the checkpoint that a run resumes from, so that the file reads as one run, and the
+    validations if those that follow score another text."""
+    kept = (entry for entry in read_metrics(path) if entry["step"] <= step)
+    entries = [entry for entry in kept if keeps_scores or "eval_loss" not in entry]
     write_atomic(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 

@@ -242,8 +242,9 @@ def forget_replaced(folder: RunFolder) -> None:
         say(f"Files in {folder.path} that no run wrote were moved to {remainder}.")
 
 
-def begin(folder: RunFolder, checkpoint: Path | None) -> None:
-    """Prepare the folder: set the old run aside before a new one, or remove everything after its own `checkpoint`."""
+def begin(folder: RunFolder, checkpoint: Path | None, keeps_scores: bool = True) -> None:
+    """Prepare the folder: set the old run aside before a new one, or remove everything after its own `checkpoint`, and
+    its validations unless `keeps_scores`."""
     mark(folder.path, "run")
     checkpoints.sweep(folder.checkpoints)
     forget_replaced(folder)
@@ -263,5 +264,5 @@ def begin(folder: RunFolder, checkpoint: Path | None) -> None:
             discard(aside, checkpoints.FILES)
             candidate.rename(aside)
     checkpoints.renew_model(checkpoint, folder.model)
-    forget_after(folder.metrics, step)
+    forget_after(folder.metrics, step, keeps_scores)
     forget_samples_after(folder.samples, step)

@@ -29,7 +29,7 @@ from tokenizer.store.store import TokenStore, read_metadata
 from training.data.tokens import Documents, MemoryMap, Tokens
 
 CACHE = Path(__file__).parents[2] / "data"  # tokenized raw text: one folder per text and settings
-TEXT_HASHES = "text_hashes.json"  # in CACHE: hash of a text by a hash of the names, sizes and times of its files
+TEXT_HASHES = ".text_hashes.json"  # in CACHE: hash of a text by a hash of the names, sizes and times of its files
 # A file that changed so recently may change again without a new time: drives record times in steps of two seconds.
 CLOCK_STEP = 2 * 10**9  # nanoseconds
 # Tokens on the device leave less memory for the micro-batch. They save only the copy of each batch, which is not worth
@@ -136,7 +136,7 @@ def _text_hash(corpus: Corpus) -> str:
     key = _sha256(json.dumps(files))
     try:
         CACHE.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_name(f".{TEXT_HASHES}.lock")):
+        with FileLock(path.with_name(f"{TEXT_HASHES}.lock")):
             hashes = {}
             with suppress(OSError, *NONSENSE):  # missing or damaged: the text is read again
                 hashes = schema.read(path, dict[str, str])

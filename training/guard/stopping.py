@@ -19,8 +19,8 @@ import torch
 from torch import distributed
 
 from common.limits import free
+from common.progress import IN_NOTEBOOK
 from training.checkpoints.saver import wait_for_writing
-from training.runtime.console import IN_NOTEBOOK
 from training.runtime.distributed import waits_for_main
 from training.runtime.launcher import PARENT, die_with_launcher, is_launched
 from training.runtime.restart import show_cursor

@@ -4,6 +4,7 @@ Each start of the run writes the facts that no other file holds: model, data, po
 far.
 """
 
+import re
 import shlex
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -93,6 +94,7 @@ def read_facts(folder: RunFolder) -> dict[str, Any] | None:
 def gather(folder: RunFolder) -> dict[str, Any]:
     """Gather the facts from the current files of the run."""
     entries, events = metrics.read_metrics(folder.metrics), metrics.read_events(folder.events)
+    command = re.sub(r"(?<=--main_process_ip )\S+", "ADDRESS", launch_command())
     samples, settings = read_samples(folder.samples), read_yaml(folder.config)
     starts, source = starts_in_force(events), settings.get("init_from")
     environments = [{"step": start["step"], "text": start["environment"]} for start in starts if "environment" in start]
@@ -113,7 +115,7 @@ def gather(folder: RunFolder) -> dict[str, Any]:
             if name not in ("data", "backup_dir")
         },
         "pretrained": source and (source if is_hub_id(source) else Path(source).resolve().name),
-        "command": f"{launch_command()} --config config.yaml --data {shlex.quote(_as_typed(settings['data']))}",
+        "command": f"{command} --config config.yaml --data {shlex.quote(_as_typed(settings['data']))}",
         # Hardware and libraries, with the step after which each combination was used.
         "environments": [next(group) for _, group in groupby(environments, key=itemgetter("text"))],
         "begins_at": starts[0]["step"] if starts else 0,

@@ -135,18 +135,18 @@ def evaluated_run(model: Path, folder: str) -> RunFolder | None:
     return run
 
 
-def keep_evaluation(results: dict[str, Any], run: RunFolder, store: TokenStore) -> None:
-    """Write the results into the folder of `evaluated_run`, and replace the earlier results in report.md. A page that
-    was edited, or written by an older version, is not changed."""
+def keep_evaluation(results: dict[str, Any], run: RunFolder, store: TokenStore, hashes: list[str]) -> None:
+    """Write the results of weights with these `hashes` into the folder of `evaluated_run`, and replace the earlier
+    results in report.md. A page that was edited, or written by an older version, is not changed."""
     for row in results.get("panel", {}).get("rows", []):
         row["is_local"] = os.path.exists(row["name"])
-    identity = {"weights_sha256": _hashes(Path(results["model"])), "tokens_sha256": store.metadata.identity}
+    identity = {"weights_sha256": hashes, "tokens_sha256": store.metadata.identity}
     folder, picture = run.evaluation, run.evaluation / "panel.png"
     with disk_errors(folder, RESUMES):
         mark(folder, "evaluation")
         earlier_results = _read(folder)
         has_other_weights = earlier_results.get("weights_sha256") != identity["weights_sha256"]
-        if has_other_weights and earlier_results and earlier_results.get("weights_sha256") == _hashes(run.model):
+        if has_other_weights and earlier_results and earlier_results.get("weights_sha256") == weight_hashes(run.model):
             print(f"Not saved: {folder} has results of {run.model}; delete it to save these.", file=sys.stderr)
             return
         if has_other_weights:
@@ -179,7 +179,7 @@ def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
     """Return the results for exactly these weights, for a public page. `run` may be the folder of a model without a
     run. They contain no paths of this machine and no training text."""
     results = _read(run.evaluation)
-    if results.get("weights_sha256") != _hashes(model):
+    if results.get("weights_sha256") != weight_hashes(model):
         return None
     for row in results.get("panel", {}).get("rows", []):
         name = str(row["name"])
@@ -204,7 +204,7 @@ def _read(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _hashes(model: Path) -> list[str]:
+def weight_hashes(model: Path) -> list[str]:
     return [file_sha256(path) for path in sorted(model.glob("*.safetensors"))]
 
 

@@ -10,10 +10,10 @@ from functools import partial
 
 from accelerate import Accelerator
 
+from common.progress import IN_NOTEBOOK
+
 LABEL = re.compile(r"[A-Z][a-z]+: +| *")  # its length is the indentation of continuation lines
 FLUSHED_PRINT = partial(print, flush=True)
-# A notebook gives commands a terminal, but keeps everything written to it: print lines there, not frames.
-IN_NOTEBOOK = "JPY_PARENT_PID" in os.environ  # set by Jupyter for its kernels
 
 
 def printer(accelerator: Accelerator) -> Callable[[str], None]:
