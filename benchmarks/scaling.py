@@ -101,8 +101,9 @@ def measure(run: Run, vocab_size: int) -> Run:
         folder = Path(scratch) / "run"
         settings = {name: value for name, value in run.items() if name != "flops"} | VOCABULARY
         settings |= {"max_train_tokens": tokens_of(run, vocab_size), "output_dir": folder}
-        # The rules were measured without second targets.
-        flags = as_flags(settings | {"save_strategy": "no", "sample_tokens": 0, "second_target_weight": 0})
+        # The rules were measured without second targets and induction circuit.
+        settings |= {"save_strategy": "no", "sample_tokens": 0, "second_target_weight": 0, "induction_init": False}
+        flags = as_flags(settings)
         start = time.perf_counter()
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         done = run_python("train_accelerate.py", *flags, env=environment, check=False, capture_output=True)

@@ -29,6 +29,7 @@ def tensors(checkpoint):
 def test_the_saved_model_is_the_average_and_a_run_of_muon_resumes_to_the_bit(train, tmp_path):
     """A run with a horizon has the weights of one without. Resumed from its middle, it ends with the same average."""
     extra = MODERN_RUN | {"optimizer": "muon", "tie_word_embeddings": False, "second_target_weight": 0.3}
+    extra |= {"induction_init": True}
     plain = train(tmp_path / "plain", **extra)
     run = train(tmp_path / "run", weight_average=4, **extra)
     weights, _ = tensors(plain / "checkpoints/step_00000006")

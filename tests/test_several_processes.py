@@ -33,7 +33,7 @@ SETTINGS = {**TINY, "tokens_per_step": 96}  # 6 sequences: for 1, 2 and 3 proces
 COMPILES = decide(DeviceArguments(), TINY["n_positions"]).torch_compile
 DEFAULTS = {"torch_compile": COMPILES, "mixed_precision": None, "per_device_train_batch_size": 1}
 MUON = MODERN_RUN | {"optimizer": "muon", "tie_word_embeddings": False, "weight_average": 3}
-MUON |= {"second_target_weight": 0.3}
+MUON |= {"second_target_weight": 0.3, "induction_init": True}
 TIED = {"tie_word_embeddings": True, "per_device_train_batch_size": 1}  # and 3 micro-batches per step
 
 

@@ -34,6 +34,7 @@ from training.plan.plan import LengthArguments
 from training.runtime.budget import BudgetArguments
 from training.runtime.device import DeviceArguments
 from training.runtime.hardware import CostArguments
+from training.step.induction import induction_problems
 from training.step.model import ModelArguments
 from training.step.optim import OptimArguments, with_defaults
 
@@ -252,6 +253,8 @@ def _decide(config: TrainConfig, flags: dict[str, Any], path: Path) -> TrainConf
             settings["vocab_size"] = None
         if "data" in flags and "sample_prompts" not in flags:
             settings["sample_prompts"] = []
+        if "induction_init" not in flags and any(induction_problems(config.model)):
+            settings["induction_init"] = False
     if config.run.output_dir is None:
         settings["output_dir"] = _default_folder(config, flags, path)
     return config.with_settings(settings)

@@ -37,6 +37,7 @@ from training.runtime.device import Setup, decide, without_kernels
 from training.runtime.distributed import on_main
 from training.runtime.hardware import RENTALS
 from training.runtime.restart import restarted
+from training.step.induction import induction_problems
 from training.step.model import model_config
 from training.step.optim import jump_at
 
@@ -81,6 +82,8 @@ def check(config: TrainConfig) -> None:
         problems.add_of(WindowOrder, [store.metadata.train.tokens, context, config.run.seed])
     if not config.budget.chooses or config.has_model_file:  # otherwise the budget chooses what is not given
         problems.add_of(model_config, [config.model, vocab_size])
+        if config.optim.induction_init:
+            problems.sentences += induction_problems(config.model)
     is_chosen = config.budget.chooses and "tokens_per_step" not in config.given
     if not (is_chosen or any(config.batch.problems())):
         problems.add_of(plan_batches, [config.batch, context, int(os.environ.get("WORLD_SIZE", 1)), 1])

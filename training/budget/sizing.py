@@ -34,6 +34,7 @@ from training.runtime.device import Setup
 from training.runtime.distributed import on_main
 from training.runtime.hardware import DEFAULT_MFU, FILLS_A_GPU, RENTALS, device_name, peak_flops, reported_mfu
 from training.runtime.restart import restarted
+from training.step.induction import induction_problems
 from training.step.model import ModelArguments, model_config
 from training.step.optim import SECOND_TARGET_SHARE, OptimArguments, with_defaults
 from training.step.size import size_of
@@ -164,9 +165,10 @@ def resolve(
     if config.is_resolved:
         return config, None
     continues = repeats or config.run.resume_from_checkpoint is not None
-    if continues:  # with an average or without, whose moments would not fit, and with the same targets
-        names = {"weight_average", "second_target_weight", "second_target_steps"} - config.given
-        config = config.with_settings({name: earlier_settings.get(name) for name in names}, "file")
+    if continues:  # with an average or without, whose moments would not fit, and trained in the same way
+        names = {"weight_average", "second_target_weight", "second_target_steps", "induction_init"} - config.given
+        old = config.settings.defaults | earlier_settings
+        config = config.with_settings({name: old[name] for name in names}, "file")
     start = time.monotonic()
     stores = stores or 2 * [open_store(config.recipe, printer(accelerator))]
     tokenization = time.monotonic() - start
@@ -352,9 +354,8 @@ class Sizer:
         """Return the settings of a run with a validation and a checkpoint every `interval` steps: also those of model,
         batch, rates and schedule."""
         model, parameters = self._arguments(depth), size_of(self._model(depth)).products
-        is_small = self.family == "modern" and parameters <= scaling.SECOND_TARGETS_UP_TO
-        default = scaling.SECOND_TARGET_WEIGHT if is_small and not self.config.run.init_from else None
-        second_weight = self.given.get("second_target_weight", default)
+        is_small = self.family == "modern" and parameters <= scaling.SMALL_MODEL and not self.config.run.init_from
+        second_weight = self.given.get("second_target_weight", scaling.SECOND_TARGET_WEIGHT if is_small else None)
         settings = self.architecture | {
             "tokens_per_step": batch,
             "eval_steps": interval,
@@ -367,6 +368,7 @@ class Sizer:
             "second_target_weight": second_weight,
             # A number, so that the settings of a run whose length follows the measured speed give the same weights.
             "second_target_steps": max(1, round(SECOND_TARGET_SHARE * steps)) if second_weight else None,
+            "induction_init": is_small and not any(induction_problems(model)),
             "load_best_model_at_end": steps * batch > self.tokens,
         }
         if (self.architecture | self.given).get("optimizer", "adamw") == "adamw":

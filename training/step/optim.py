@@ -55,6 +55,11 @@ class OptimArguments:
     second_target_steps: int | None = setting(
         None, "Steps after which the weight of second targets is 0. Default: 60% of the steps.", minimum=1
     )
+    induction_init: bool = setting(
+        False,
+        "Start with two attention heads that find what followed the current token before.",
+        resume="refused",
+    )
     weight_average: int | None = setting(
         None,
         "Average the weights over about so many last steps; validations and the saved model use the average.",

@@ -18,6 +18,7 @@ from training.data.batches import TrainBatches, mix
 from training.runtime.compilation import prepare_compiler
 from training.runtime.device import Setup, computes_bf16
 from training.step.average import WeightAverage
+from training.step.induction import add_induction
 from training.step.loss import NextTokenLoss
 from training.step.model import build_model
 from training.step.optim import OptimArguments, build_optimizer, load_moments, set_rates, skip_if_not_finite
@@ -101,6 +102,8 @@ def build_train_step(
     `initializer` writes the initial weights of a run without a checkpoint; by default they are random."""
     load = partial(load_checkpoint_weights, checkpoint / WEIGHTS) if checkpoint is not None else initializer
     model = build_model(config, setup, batches.order.seed, load)
+    if arguments.induction_init and load is None:
+        add_induction(model)
     # The count of micro-batches starts at 0, so that a measurement before the run does not shift the run's global
     # batches.
     accelerator.gradient_accumulation_steps, accelerator.step = batches.plan.accumulation, 0
