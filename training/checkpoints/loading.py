@@ -57,8 +57,8 @@ def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT
         model = loading.load_model(source, dtype)
     if not isinstance(model, GPT2ScratchForCausalLM):
         raise UserError(
-            f"{source} is a {type(model).__name__}, not a model of this project. GPT-2 and Apertus models can be "
-            f"converted first: python -m modeling_gpt2scratch.conversion_gpt2scratch {source} DST"
+            f"{source} is a {type(model).__name__}, not a model of this project. GPT-2 models can be converted first: "
+            f"python -m modeling_gpt2scratch.conversion_gpt2scratch {source} DST"
         )
     return model
 
