@@ -47,7 +47,8 @@ def test_the_reference_of_a_preset_has_its_settings(name):
     head = json.loads((reference.FOLDER / f"{name}.jsonl").read_text().splitlines()[0])["compared"]
     values = read_config(["--config", f"presets/{name}.yaml", "--data", "presets"]).values
     settings = {setting: str(values[setting]) for setting in reference.COMPARED_SETTINGS}
-    assert settings == {setting: head.get(setting, "None") for setting in reference.COMPARED_SETTINGS}
+    defaults = dict.fromkeys(reference.COMPARED_SETTINGS, "None") | reference.DEFAULTS
+    assert settings == defaults | {name: head[name] for name in head.keys() & settings.keys()}
 
 
 def test_losses_between_validations_are_interpolated_and_silent_beyond_the_curve():

@@ -47,6 +47,7 @@ MAIN = (  # flags that --help explains
     *("n_layer", "n_embd", "tokens_per_step", "max_steps", "learning_rate"),
 )
 # Settings that --budget and --depth choose with the model, unless they are given. The vocabulary is chosen before.
+MODEL_SETTINGS = {part.name for part in fields(ModelArguments)}
 CHOICES = {part.name for kind in (ModelArguments, OptimArguments, LengthArguments) for part in fields(kind)}
 LENGTHS = {part.name for part in fields(LengthArguments)}  # three ways to state one length
 CHOICES |= {"tokens_per_step", "eval_steps", "max_eval_samples", "save_steps", "save_total_limit", "logging_steps"}
@@ -253,8 +254,8 @@ def _decide(config: TrainConfig, flags: dict[str, Any], path: Path) -> TrainConf
             settings["vocab_size"] = None
         if "data" in flags and "sample_prompts" not in flags:
             settings["sample_prompts"] = []
-        if "induction_init" not in flags and any(induction_problems(config.model)):
-            settings["induction_init"] = False
+    if "induction_init" not in flags and flags.keys() & MODEL_SETTINGS and any(induction_problems(config.model)):
+        settings["induction_init"] = False  # the flags have changed the architecture of the file
     if config.run.output_dir is None:
         settings["output_dir"] = _default_folder(config, flags, path)
     return config.with_settings(settings)

@@ -50,7 +50,7 @@ def compared_settings(folder: RunFolder) -> dict[str, str]:
     """Return what must be equal: the settings of a run that affect the loss, and the hashes of its tokens."""
     settings, data = read_yaml(folder.config), schema.read(folder.facts)["data"]
     hashes = {split: data[split]["sha256"] for split in SPLITS}
-    return {name: str(settings.get(name)) for name in sorted(COMPARED_SETTINGS)} | hashes
+    return {name: str(settings.get(name, DEFAULTS.get(name))) for name in sorted(COMPARED_SETTINGS)} | hashes
 
 
 def find_reference(folder: RunFolder, say: Callable[[str], object] = lambda text: None) -> Reference | None:
