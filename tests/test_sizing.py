@@ -123,11 +123,13 @@ def test_a_budget_chooses_a_model_near_the_compute_optimal_ratio(store):
     assert optim.warmup_steps == round(0.05 * choices.config.length.max_steps)
 
 
-def test_small_new_models_of_the_modern_family_have_second_targets_and_a_circuit(store, finished):
+def test_small_new_models_of_the_modern_family_have_second_targets_and_a_circuit(store, finished, monkeypatch):
     """With four layers, 4 x 12 x 256^2 + 256 V = 3.2M parameters and more; with five, 6.1M."""
     weights = {"4": 0.5, "5": None, "4 --family gpt2": None, "4 --second_target_weight 0.2": 0.2}
     choices = {depth: choice(store, f"--depth {depth}", 1e8).config.optim.second_target_weight for depth in weights}
     assert choices == weights
+    assert not choice(store, "--depth 4", 1e8).config.optim.induction_init  # a vocabulary as small as of characters
+    monkeypatch.setattr(scaling, "SMALLEST_VOCABULARY", 200)
     circuits = {depth: choice(store, f"--depth {depth}", 1e8).config.optim.induction_init for depth in weights}
     assert circuits == {"4": True, "5": False, "4 --family gpt2": False, "4 --second_target_weight 0.2": True}
     assert not choice(store, "--depth 1", 1e8).config.optim.induction_init  # it needs two layers
