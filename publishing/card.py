@@ -165,7 +165,9 @@ def _metadata(release: PublishedModel, repository: Repository, options: FolderAr
     tasks = release.evaluation.get("tasks", {"configs": {}})
     results = [*validation_results(release), *release.harness, *harness_entries(tasks)]
     with suppress(*NONSENSE):  # of the page of a model without a run
-        results = [*model_index_to_eval_results(metadata["model-index"])[1] * (training is None), *results]
+        earlier = model_index_to_eval_results(metadata["model-index"])[1] if training is None else []
+        new = {(result.unique_identifier, result.metric_type) for result in results}
+        results = [*(old for old in earlier if (old.unique_identifier, old.metric_type) not in new), *results]
     return ModelCardData(
         library_name="transformers" if options.has_weights else "transformers.js",
         pipeline_tag="text-generation",

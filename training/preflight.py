@@ -82,7 +82,7 @@ def check(config: TrainConfig) -> None:
         problems.add_of(WindowOrder, [store.metadata.train.tokens, context, config.run.seed])
     if not config.budget.chooses or config.has_model_file:  # otherwise the budget chooses what is not given
         problems.add_of(model_config, [config.model, vocab_size])
-        if config.optim.induction_init:
+        if config.optim.induction_init:  # `make_plan` repeats this for a chosen model
             problems.sentences += induction_problems(config.model)
     is_chosen = config.budget.chooses and "tokens_per_step" not in config.given
     if not (is_chosen or any(config.batch.problems())):
@@ -168,6 +168,8 @@ def make_plan(
     """Plan a run whose configuration passed `check`. Raise a `UserError` with all problems of data and memory, one per
     line. After a restart, the micro-batch is at most the size that the previous process found to fit."""
     problems = Problems(_vocabulary_problems(config, store))
+    if config.optim.induction_init:
+        problems.sentences += induction_problems(config.model)
     model = model_config(config.model, store.metadata.vocab_size, tokenizer)
     local, choice = run_data.processes_of_this_machine(accelerator), config.data.data_placement
     tokens = choice, run_data.bytes_of(store, *SPLITS), accelerator.device, local

@@ -95,7 +95,11 @@ class FileFinder:
             self.skipped.note_unreadable(folder, 0, problem)
             return
         names = {entry.name for entry in entries}
-        if {"metadata.json", "train.bin"} <= names:  # a token store, such as those that runs cache in data/
+        if {
+            "metadata.json",
+            "tokenizer",
+            "train.bin",
+        } <= names:  # a token store, such as those in data/
             return
         records = _saved_by_datasets(folder, names)
         for entry in sorted(entries, key=lambda entry: entry.name):

@@ -41,7 +41,8 @@ class GivenDataset:
             raise UserError(
                 f"The data are of the type {name}; give a Dataset, an IterableDataset, a dict of splits, or paths."
             )
-        if short := sorted(splits.keys() & {"val", "valid", "dev"}):
+        short = sorted(splits.keys() & {"val", "valid", "dev"})
+        if short and "train" in splits and "validation" not in splits:
             raise UserError(f"{name} has a split {short[0]}, which is not read; name it validation.")
         splits = {split: splits[split] for split in SPLITS if split in splits}
         if "train" not in splits:

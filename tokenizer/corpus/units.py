@@ -134,13 +134,13 @@ class Corpus:
         self.files: list[list[TextFile]] = []
         self.finder, self.has_chats = FileFinder(arguments.exclude), False
         own = os.path.abspath(left_out) if left_out is not None else None
-        outputs = (f"{own}/", f"{own}{files.PACKED_STORE}", f"{own}-parquet/") if own is not None else ()
         entries: dict[str, str] = {}  # by path
         for entry, hub in zip(inputs, self.hub, strict=True):
             self.files.append([])
             for file in self.finder.find(entry) if hub is None and entry not in given else ():
                 path = os.path.abspath(file.path)
-                if path.startswith(outputs):
+                is_own = own is not None and (path.startswith(f"{own}/") or path == f"{own}{files.PACKED_STORE}")
+                if is_own and path != os.path.abspath(os.path.expanduser(entry)):
                     continue
                 if path in entries:
                     raise UserError(

@@ -22,7 +22,7 @@ from training.budget.throughput import Throughput, assumed_speed, measure_speed,
 from training.checkpoints.backup import earlier_run
 from training.checkpoints.checkpoint import step_of
 from training.checkpoints.metrics import read_events
-from training.checkpoints.run_folder import RunFolder, is_checkpoint
+from training.checkpoints.run_folder import RunFolder, is_checkpoint, run_of
 from training.checkpoints.status import hours
 from training.config import CHOICES, LENGTHS, PRESETS, TrainConfig
 from training.data.run_data import open_store
@@ -153,7 +153,8 @@ def resolve(
     if repeats:
         is_longer = config.is_resolved and LENGTHS & config.flags
         decided = config.given | LENGTHS if is_longer else config.given - LENGTHS
-        values = {name: earlier_settings[name] for name in CHOICES & earlier_settings.keys() - decided}
+        old = config.settings.defaults | earlier_settings  # a setting that a file lacks had its default
+        values = {name: old[name] for name in CHOICES - decided - (LENGTHS - earlier_settings.keys())}
         config = config.with_settings(values, "file")
     if "max_steps" in values:
         if LENGTHS & config.flags:
@@ -466,10 +467,11 @@ def _earlier(config: TrainConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]
 
 def _steps_done(config: TrainConfig) -> int:
     """Return the step of the checkpoint that this command continues from, or 0."""
-    if (source := config.run.resume_from_checkpoint) is None:
-        folder = earlier_run(config.run.folder, config.backup.backup_dir)
-        return folder.newest_step() if folder is not None else 0
-    return step_of(path) if is_checkpoint(path := Path(source)) else RunFolder(path).newest_step()
+    source, own = config.run.resume_from_checkpoint, earlier_run(config.run.folder, config.backup.backup_dir)
+    done = own.newest_step() if own is not None and not config.run.overwrite_output_dir else 0
+    if source is None or done:
+        return done
+    return step_of(path) if is_checkpoint(path := Path(source)) else RunFolder(run_of(path)).newest_step()
 
 
 def seconds_spent(events: list[dict[str, Any]]) -> float:

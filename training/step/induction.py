@@ -47,13 +47,13 @@ def add_induction(model: GPT2ScratchForCausalLM) -> None:
     angle = theta ** (-torch.arange(fast) / half)  # by which the pairs rotate per position
     query, key, value = (part[:hs] for part in first.attn.c_attn.weight.chunk(3))  # (hs, C) each
     scale = norm / (C * fast) ** 0.5
-    query.zero_()[:fast] = scale * common.T
-    key.zero_()[:fast] = scale * angle.cos()[:, None] * common.T
+    query.zero_()[:fast] = scale * common.T  # keys stay random elsewhere: weights that are zero in both never change
+    key[:fast] = scale * angle.cos()[:, None] * common.T
     key[half : half + fast] = scale * angle.sin()[:, None] * common.T
     value[: 2 * slow] = COPY**0.5 * token
     first.attn.c_proj.weight[:, : 2 * slow] = COPY**0.5 * copy.T  # (C, 2 slow)
 
     query, key, _ = (part[:hs] for part in second.attn.c_attn.weight.chunk(3))
     rows = torch.cat([torch.arange(half - slow, half), torch.arange(hs - slow, hs)])
-    for part, directions in ((query, token), (key, copy)):
-        part.zero_()[rows] = norm / (2 * slow) ** 0.5 * directions
+    scale = norm / (2 * slow) ** 0.5
+    query.zero_()[rows], key[rows] = scale * token, scale * copy
