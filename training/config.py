@@ -254,8 +254,9 @@ def _decide(config: TrainConfig, flags: dict[str, Any], path: Path) -> TrainConf
             settings["vocab_size"] = None
         if "data" in flags and "sample_prompts" not in flags:
             settings["sample_prompts"] = []
-    if "induction_init" not in flags and flags.keys() & MODEL_SETTINGS and any(induction_problems(config.model)):
-        settings["induction_init"] = False  # the flags have changed the architecture of the file
+    is_other = is_pretrained or (flags.keys() & MODEL_SETTINGS and any(induction_problems(config.model)))
+    if "induction_init" not in flags and is_other:  # a model that the file does not know
+        settings["induction_init"] = False
     if config.run.output_dir is None:
         settings["output_dir"] = _default_folder(config, flags, path)
     return config.with_settings(settings)

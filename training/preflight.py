@@ -84,6 +84,8 @@ def check(config: TrainConfig) -> None:
         problems.add_of(model_config, [config.model, vocab_size])
         if config.optim.induction_init:  # `make_plan` repeats this for a chosen model
             problems.sentences += induction_problems(config.model)
+    if config.optim.induction_init and config.pretrained_source is not None:
+        problems.add("induction_init is for new models; leave it out, or leave out init_from.")
     is_chosen = config.budget.chooses and "tokens_per_step" not in config.given
     if not (is_chosen or any(config.batch.problems())):
         problems.add_of(plan_batches, [config.batch, context, int(os.environ.get("WORLD_SIZE", 1)), 1])

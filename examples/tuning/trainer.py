@@ -1,17 +1,16 @@
-"""Training with LoRA or of all weights, and the output folder with its model card."""
+"""Training with LoRA or of all weights, and the output folder."""
 
 import shlex
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCardData
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainerState
 
 from common.atomic import set_default_permissions, unfinished_path
 from common.errors import UserError, disk_errors
 from examples.tuning.base import RECORD, OriginalText, extend_record
+from examples.tuning.card import card
 from examples.tuning.measurements import Learned, explanation, table
 from examples.tuning.settings import Tuning
 from modeling_gpt2scratch.loading import CONFIG
@@ -130,61 +129,3 @@ def save(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning, f
     model.save_pretrained(folder)
     vocabulary.save(tokenizer, folder, model.config.max_position_embeddings)
     return model
-
-
-def card(
-    model: PreTrainedModel,
-    trainer: Trainer,
-    tokenizer: PreTrainedTokenizerBase,
-    tuning: Tuning,
-    results: str,
-    learned: Learned,
-    record: dict[str, Any],
-) -> str:
-    """Return the model card, without local paths. Publishing replaces its section Use."""
-    metadata = ModelCardData(
-        library_name="transformers",
-        pipeline_tag="text-generation",
-        base_model=record["base_model"],
-        datasets=sorted(set(record["datasets"])) or None,
-        tags=["gpt2scratch", "fine-tuned"],
-    )
-    method = f"LoRA of rank {tuning.lora_rank} on attention and MLP, merged" if tuning.lora_rank else "all weights"
-    libraries = dict.fromkeys([type(trainer).__module__.split(".")[0], "transformers", "torch"])
-    libraries |= {"peft": None} if tuning.lora_rank else {}
-    context, replays = model.config.max_position_embeddings, len(trainer.train_dataset) - learned.trained
-    share = f"{replays:,} windows of {context} tokens, {tuning.replay_fraction:.0%} of examples" if replays else "none"
-    name = tuning.folder.name if tuning.folder.is_absolute() else tuning.folder.as_posix()
-    prompt = '[{"role": "user", "content": "Hello"}]' if tokenizer.chat_template else '"Once"'
-    return f"""---
-{metadata.to_yaml()}
----
-
-# {tuning.folder.name}
-
-{", ".join(record["steps"])}: {model.num_parameters():,}
-parameters, a context of {context} tokens.
-
-## Results
-
-{results}
-
-## Training
-
-| | |
-|---|---|
-| method | {method} |
-| learning rate, epochs, seed | {tuning.learning_rate:g}, {tuning.num_train_epochs:g}, {tuning.seed} |
-| examples per step | {tuning.per_device_train_batch_size * trainer.accelerator.num_processes} |
-| replayed original text | {share} |
-| libraries | {", ".join(f"{name} {version(name)}" for name in libraries)} |
-
-## Use
-
-```python
-from transformers import pipeline
-
-generator = pipeline("text-generation", model="{name}", trust_remote_code=True)
-generator({prompt})
-```
-"""

@@ -15,6 +15,8 @@ from common.errors import UserError
 from tokenizer.corpus.documents import Counts
 from tokenizer.corpus.named_data import files_of, names
 
+STORE = {"metadata.json", "tokenizer", "train.bin"}  # in the folder of a token store, such as those in data/
+
 
 @dataclass(frozen=True, slots=True)
 class TextFile:
@@ -94,14 +96,10 @@ class FileFinder:
                 raise problem from error
             self.skipped.note_unreadable(folder, 0, problem)
             return
-        names = {entry.name for entry in entries}
-        if {
-            "metadata.json",
-            "tokenizer",
-            "train.bin",
-        } <= names:  # a token store, such as those in data/
+        entry_names = {entry.name for entry in entries}
+        if entry_names >= STORE:
             return
-        records = _saved_by_datasets(folder, names)
+        records = _saved_by_datasets(folder, entry_names)
         for entry in sorted(entries, key=lambda entry: entry.name):
             if records is not None and entry.name not in records:
                 continue

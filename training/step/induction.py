@@ -1,6 +1,7 @@
-"""Initial weights with an induction circuit (Olsson et al. 2022): two attention heads that find what followed the
-current token before. A new model needs hundreds of steps until it has such heads. With them, it only has to learn how
-to use what they find. As in mimetic initialization (Trockman and Kolter 2023), the architecture does not change.
+"""Initial weights of an induction circuit: two attention heads that find what followed the current token before.
+
+A new model has such heads (Olsson et al. 2022) only after hundreds of steps. With them, it only has to learn how to use
+what they find. As in mimetic initialization (Trockman and Kolter 2023), the architecture does not change.
 
 1. All embeddings have a common direction, from which the first head of block 0 makes one query and one key for all
    tokens. The key is rotated by one position more, so that the head attends to the previous token. Only the pairs of
@@ -31,7 +32,7 @@ def induction_problems(model: ModelArguments) -> Iterator[str]:
 
 @torch.no_grad()
 def add_induction(model: GPT2ScratchForCausalLM) -> None:
-    """Write the circuit into a new model. Random numbers are those that follow its initialization."""
+    """Write the circuit into a new model, with the random numbers that follow those of its initialization."""
     config, (first, second, *_) = model.config, model.transformer.h
     C, hs = config.n_embd, config.n_embd // config.n_head
     half, fast, slow = hs // 2, max(1, hs // 16), hs // 4  # pairs of channels (i, i + half)
