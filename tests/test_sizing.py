@@ -17,7 +17,7 @@ from common.settings_file import read_yaml
 from conftest import TWO_PROCESSES, assert_user_error, flags, lines, reset_accelerate
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
-from training.budget.pacer import Pacer
+from training.budget.pacer import FINAL, Pacer
 from training.budget.sizing import Sizing, resolve, with_vocabulary
 from training.config import TrainConfig, dump_config, read_config
 from training.preflight import check
@@ -298,7 +298,7 @@ def test_a_run_with_a_budget_fixes_its_length_once(launch, store, tmp_path, caps
     [correction] = [event for event in lines(run / "events.jsonl") if event["event"] == "paced"]
     steps, content = lines(run / "metrics.jsonl")[-1]["step"], (run / "config.yaml").read_bytes()
     assert read_yaml(run / "config.yaml")["max_steps"] == correction["max_steps"] == steps
-    assert correction["step"] <= 0.4 * steps  # before the rates fall
+    assert correction["step"] < steps
     arguments_of_resume = ["--resume_from_checkpoint", str(run)]
     assert all(read_config([*arguments_of_resume, *more]).is_resolved for more in ([], ["--max_steps", "9999"]))
     for length in (["--max_steps", "9999"], ["--num_train_epochs", "99"]):
@@ -328,6 +328,23 @@ def test_the_length_follows_from_the_measured_speed():
     assert pacer(100, -5.0)._corrected(20, log) == 21
     assert pacer(100, 1e6)._corrected(20, log) == 5000  # of 1,000 tokens: more are not useful with the text
     assert pacer(100, 1000.0)._corrected(1, SimpleNamespace(paces=[])) == 100
+
+
+def test_the_length_is_final_before_the_rates_fall(store, monkeypatch):
+    """The measured lengths count until the first log line after 35% of the steps, and not after it."""
+    monkeypatch.setattr("training.budget.pacer.on_main", lambda accelerator, task: task())
+    budgeted, lengths, sentences = pacer(100, 1.0), [1000, 800, 900, 1000, 500], []
+    budgeted.config, budgeted._write = read_config(["--data", str(store.folder)], check), sentences.append
+    budgeted.run.accelerator, budgeted.run.start = None, SimpleNamespace(state=SimpleNamespace(settings={}))
+    monkeypatch.setattr(budgeted, "_corrected", lambda step, log: lengths.pop(0))
+    for step in (100, 200, 300, 360, 400):
+        budgeted.correct(step, SimpleNamespace(say=sentences.append))
+    assert (budgeted.run.plan.max_steps, budgeted.config.length.max_steps, lengths) == (1000, 1000, [500])
+    assert sentences == [
+        "Budget:  1,000 steps end the run on time, at the measured speed. This number is now final.",
+        360,
+    ]
+    assert 1 - budgeted.config.optim.cooldown_fraction > FINAL
 
 
 def test_the_law_of_small_models_is_the_fit_of_the_result_file():
