@@ -25,6 +25,7 @@ from accelerate.state import AcceleratorState, GradientState
 from huggingface_hub import constants
 from safetensors.torch import load_file
 
+import generate
 import train_accelerate
 from chromium import started
 from common.errors import UserError
@@ -37,6 +38,7 @@ from tokenizer.corpus.units import CorpusArguments
 from tokenizer.encoding.vocabulary import VocabularyArguments
 from tokenizer.store.store import TokenStore
 from training.log.speed import SHOWN
+from training.report import report
 
 REPOSITORY = Path(__file__).parent.parent
 sys.modules["vllm"] = None  # pytest puts tests/ on the path, where TRL would take the folder tests/vllm for vLLM
@@ -149,6 +151,15 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
+def status(run: Path) -> dict:
+    return json.loads((run / "status.json").read_text())
+
+
+def greedy(model: Path, prompt: str, number: int, capsys) -> str:
+    generate.main([str(model), "--prompt", prompt, "--max_new_tokens", str(number), "--temperature", "0"])
+    return capsys.readouterr().out.removesuffix("\n")
+
+
 def metrics(run: Path) -> list[dict]:
     return lines(run / "metrics.jsonl")
 
@@ -222,7 +233,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def train(store):
+def train(store, monkeypatch):
+    """Train without plots, which take two thirds of so short a run; the runs of the fixtures above have them."""
+    for name in ("plot_loss", "plot_course"):
+        monkeypatch.setattr(report, name, lambda entries, path: path.touch() or True)
     return partial(trained, store)
 
 
@@ -236,10 +250,11 @@ def clean_environment() -> dict[str, str]:
 def popen():
     """Function that starts a command like a user, in a process with a session of its own: in a fork of a process that
     has imported the libraries, where that makes no difference and the test does not ask for a `fresh` interpreter."""
-    server = ForkServer(clean_environment() | {"OMP_NUM_THREADS": "1"})
+    usual = clean_environment() | {"OMP_NUM_THREADS": "1"}  # libraries add variables during the tests
+    server = ForkServer(usual)
 
     def begin(*command: str, folder: Path = REPOSITORY, fresh=False, **environment: str | None) -> subprocess.Popen:
-        command, environment = [*map(str, command)], clean_environment() | {"OMP_NUM_THREADS": "1"} | environment
+        command, environment = [*map(str, command)], usual | environment
         environment = {name: value for name, value in environment.items() if value is not None}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         options = {"cwd": folder, "env": environment, **pipes}
@@ -291,8 +306,8 @@ def browser(tmp_path_factory):
 
 
 # Files of more than 40 s of CPU time, longest first: so that all workers are busy until the end (`make test`).
-LONG = "reliability finetuning documented_commands publishing benchmarks sizing stopping hub sweep worker notebook "
-LONG += "demo static_page onnx"
+LONG = "reliability documented_commands several_processes notebook finetuning stopping publishing sizing benchmarks "
+LONG += "static_page watchdog sweep worker compilation hub demo onnx"
 
 
 def pytest_collection_modifyitems(items):

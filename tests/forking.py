@@ -18,8 +18,9 @@ from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
-LIBRARIES = "accelerate rich.markdown rich.progress torch._dynamo torch._inductor transformers.models.auto "
-LIBRARIES += "transformers.modeling_layers transformers.models.gpt2.modeling_gpt2 transformers.processing_utils"
+LIBRARIES = "accelerate matplotlib.backends.backend_agg matplotlib.figure rich.markdown rich.progress torch._dynamo "
+LIBRARIES += "torch._inductor transformers.models.auto transformers.modeling_layers "
+LIBRARIES += "transformers.models.gpt2.modeling_gpt2 transformers.processing_utils"
 PACKAGES = ("accelerate.commands.", "benchmarks.", "examples.", "modeling_gpt2scratch.", "publishing.", "training.")
 
 

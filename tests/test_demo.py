@@ -20,10 +20,9 @@ pytest.importorskip("gradio", reason="the demo needs gradio")
 
 from huggingface_hub import HfApi, SpaceCard
 
-import generate
 from chromium import Page
 from common.errors import UserError
-from conftest import REPOSITORY, assert_user_error, prose
+from conftest import REPOSITORY, assert_user_error, greedy, prose
 from hub_server import File
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.loading import ModelError
@@ -92,11 +91,6 @@ class DemoPage(Page):
             "return !document.querySelector('.card.writing, .card.empty') "
             "&& !document.body.textContent.includes('Waiting')"
         )
-
-
-def greedy(model: Path, prompt: str, number: int, capsys) -> str:
-    generate.main([str(model), "--prompt", prompt, "--max_new_tokens", str(number), "--temperature", "0"])
-    return capsys.readouterr().out.removesuffix("\n")
 
 
 def test_both_models_write_the_text_of_generate_and_the_page_loads_nothing_else(address, browser, run, letters, capsys):

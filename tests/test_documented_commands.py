@@ -45,8 +45,8 @@ RUN = {
     f"{TRAIN} --config presets/shakespeare_char.yaml --data tinyshakespeare.txt --profile": LONGER,
     f"{TRAIN} --config presets/shakespeare_char_modern.yaml --data tinyshakespeare.txt": SMALL,
     "cp presets/nano.yaml presets/mine.yaml": "",
-    f"{TRAIN} --budget 5m --plan": "--plan_steps 0",
-    f"{TRAIN} --config presets/mine.yaml --data my.txt --plan": f"{SMALL} --plan_steps 1",
+    f"{TRAIN} --budget 5m --plan": "--plan_steps 0 --validation_fraction 0.01",  # tokens of the quickstart above
+    f"{TRAIN} --config presets/mine.yaml --data my.txt --plan": f"{SMALL} --plan_steps 0",
     f"{TRAIN} --config presets/mine.yaml --data my.txt": SMALL,
     f"{TRAIN} --init_from runs/quickstart --data my.txt": f"{SHORT} --tokens_per_step 256 --torch_compile false",
 }
@@ -64,7 +64,7 @@ REPLACED = {
         f"{BOOKS} --output data/crawl --vocab_size 300 --shard 0/1"
     ),
     f"{CRAWL} --merge": f"{BOOKS} --output data/crawl --vocab_size 300 --merge",
-    f"{GPT2} --plan": f"{GPT2} --plan {SMALL} --plan_steps 1",
+    f"{GPT2} --plan": f"{GPT2} --plan {SMALL} --plan_steps 0",
     "accelerate launch --quiet train_accelerate.py --data my.txt --report_to tensorboard wandb": (
         f"{TRAIN} --data my.txt --report_to tensorboard --output_dir runs/tracked {SMALL}"
     ),

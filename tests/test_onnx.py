@@ -34,10 +34,6 @@ MODELS = {
 }
 
 
-def names(folder) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-
-
 def exported(folder):
     """Write the ONNX files of a model folder into it. Return the model and the facts about each file."""
     release = PublishedModel.read(folder)

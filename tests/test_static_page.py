@@ -16,10 +16,9 @@ import test_native
 import torch
 from huggingface_hub import SpaceCard, constants
 
-import generate
 import push_to_hub
 from chromium import Page, started
-from conftest import MODERN, assert_one_sentence, assert_user_error, prose
+from conftest import MODERN, assert_one_sentence, assert_user_error, greedy, prose
 from modeling_gpt2scratch.prompts import chat_ids, load_with_tokenizer
 from publishing import demo
 from publishing.demo_models import DemoModel, score
@@ -92,11 +91,6 @@ class StaticPage(Page):
 
     def wait_until_done(self) -> None:
         self.wait_for("return document.querySelector('#stop').hidden")
-
-
-def greedy(model: Path, prompt: str, number: int, capsys) -> str:
-    generate.main([str(model), "--prompt", prompt, "--max_new_tokens", str(number), "--temperature", "0"])
-    return capsys.readouterr().out.removesuffix("\n")
 
 
 @needs_package

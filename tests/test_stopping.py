@@ -1,7 +1,6 @@
 """Stop requests: real processes under the real launcher, with real signals."""
 
 import fcntl
-import json
 import multiprocessing
 import os
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from conftest import REPOSITORY, TINY, TWO_PROCESSES, flags, is_running, wait_until
+from conftest import REPOSITORY, TINY, TWO_PROCESSES, flags, is_running, status, wait_until
 from training.guard.stopping import EXIT_CODES, TICK, Stopper, StoppingArguments
 
 # A run without training: 0.1 s and, if there are several processes, a collective per step. Its terminal may close: it
@@ -195,7 +194,7 @@ def test_max_hours_saves_stops_and_counts_from_the_process_start(job):
 def test_the_slurm_script_saves_before_the_time_limit_and_requeues_the_job(tmp_path, number, final_lines):
     """With stand-ins for Slurm and for the launcher, which ends after SIGTERM; the slowed script still starts it."""
     launcher = 'trap "sleep 1; echo saved; exit 1" TERM; echo "$*" > started; while true; do sleep 0.1; done'
-    slow = "trap 'sleep 0.3' DEBUG"
+    slow = "trap 'sleep ${PAUSE:-0}' DEBUG"
     for name, body in (("accelerate", launcher), ("scontrol", 'echo "$*"'), (".venv/bin/activate", slow)):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -206,7 +205,7 @@ def test_the_slurm_script_saves_before_the_time_limit_and_requeues_the_job(tmp_p
     command = ["bash", REPOSITORY / "launch" / "slurm.sh", "--data", "my text"]
     for flag in ("--overwrite_output_dir", "--overwrite_output_dir=true"):  # a requeued job would repeat it
         assert subprocess.run([*command, flag], **options, stderr=subprocess.DEVNULL, check=False).returncode == 1
-    with subprocess.Popen(command, **options) as job:
+    with subprocess.Popen(command, **options | {"env": environment | {"PAUSE": "0.3"}}) as job:
         wait_until((tmp_path / "started").is_file, 60)
         job.send_signal(number)
         assert job.communicate(timeout=60)[0].splitlines() == ["saved", *final_lines]
@@ -245,5 +244,5 @@ def test_a_signal_while_compiling_ends_the_run_at_once(spawn, store, tmp_path, n
     output = one.communicate(timeout=60)[1]
     assert one.returncode == 128 + number
     assert re.fullmatch(rf"Stopped \({number.name}\)\. .* the same command starts again\.\n", output)
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "stopped"
+    assert status(tmp_path / "run")["state"] == "stopped"
     wait_until(lambda: not any(is_running(child.pid) for child in children), seconds=10)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train_accelerate
-from conftest import assert_equal, assert_same_run, assert_user_error, flip, metrics, prose, weights
+from conftest import assert_equal, assert_same_run, assert_user_error, flip, lines, metrics, prose, status, weights
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from publishing.published_model import find_folder
 from training import compare_runs
@@ -26,8 +26,10 @@ from training.evaluation.scoring import eval_windows
 from training.guard import health
 
 
-def test_a_run_writes_the_documented_files(train, tmp_path, capsys):
-    run = train(tmp_path / "run")
+def test_a_run_writes_the_documented_files_and_its_config_reproduces_it(finished, tmp_path, capsys):
+    run = tmp_path / "run"
+    train_accelerate.main(["--config", str(finished / "config.yaml"), "--output_dir", str(run)])
+    assert_equal(weights(finished), weights(run))
     assert {path.name for path in run.iterdir()} == {
         *("config.yaml", "metrics.jsonl", "events.jsonl", "status.json", "samples.md", "report.json"),
         *("report.md", "loss.png", "course.png", "checkpoints", "model", ".gpt2scratch.json"),
@@ -231,11 +233,6 @@ def test_a_moved_run_resumes_and_a_missing_checkpoint_lists_the_others(train, tm
     assert not (tmp_path / "run").exists()
 
 
-def test_saved_config_reproduces_the_run(finished, train, tmp_path):
-    repeat = train(tmp_path / "again", "--config", str(finished / "config.yaml"))
-    assert_equal(weights(finished), weights(repeat))
-
-
 def test_raw_text_trains_without_the_prompts_of_the_quickstart(train, tmp_path, monkeypatch):
     monkeypatch.setattr("training.data.run_data.CACHE", tmp_path / "cache")
     (tmp_path / "mine.txt").write_text(prose(5))
@@ -291,7 +288,7 @@ def test_a_diverged_loss_ends_the_run_and_keeps_its_checkpoints(train, a_copy, t
     assert_user_error(sentence, train, run, "--resume_from_checkpoint", str(run), **settings)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000003"]
     assert_equal(weights(run), load_file(run / "checkpoints" / "step_00000003" / "model.safetensors"))
-    assert json.loads((run / "status.json").read_text())["state"] == "failed"
+    assert status(run)["state"] == "failed"
     assert_user_error("diverged", train, tmp_path / "other", max_grad_norm=0, eval_strategy="no")
     monkeypatch.undo()
     train(tmp_path / "other", max_steps=1)  # possible because nothing was saved
@@ -316,7 +313,7 @@ def test_a_spike_at_the_default_threshold_is_reported_without_a_rollback(train, 
     monkeypatch.setattr(train_accelerate, "schedule", lambda step, *_: 3000.0 if step == 9 else 0.01)
     run = train(tmp_path / "run", max_steps=12, save_steps=4, eval_strategy="no")
     assert re.search(r"WARNING: .* standard deviations above its mean", capsys.readouterr().out)
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    events = lines(run / "events.jsonl")
     [spike] = [event for event in events if event["event"] == "spike"]
     assert (spike["step"], spike["z_score"] > 6) == (11, True)
     assert "resumed" not in [event["event"] for event in events]
