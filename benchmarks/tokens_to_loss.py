@@ -48,9 +48,9 @@ from training.data.run_data import is_store, name_of
 from training.report.plots import BLUE, GRAY, ORANGE, STYLE
 
 FILES = "tokens-to-loss-*.jsonl"
-TOKENS = 2_334_720  # of the longest runs: 0.9 epochs of the quickstart's text, so that no run repeats text
-UNIT = 30 * 4096  # every share of the tokens is a number of whole steps of every batch in the plan
-FRACTIONS = ("1/2", "2/5", "1/3")
+TOKENS = 2_359_296  # of the longest runs: 0.9 epochs of the quickstart's text, so that no run repeats text
+UNIT = 12 * 4096  # every share of the tokens is a number of whole steps of every batch in the plan
+FRACTIONS = ("1/2", "1/3", "1/4")
 SHARES = {"all tokens": Fraction(1)} | {f"{each} of the tokens": Fraction(each) for each in FRACTIONS}
 RESULT, SWITCHES = "Loss by tokens", "One switch at a time, with half of the tokens"
 
@@ -119,6 +119,8 @@ def plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
     recipe = half | MODERN | UNTIED | MUON | MUON_SCHEDULE | RATES
     scaled = {f"learning_rate {rate:g}": recipe | {"learning_rate": rate} for rate in (0.01, 0.014, 0.02)}
     modern = yield from choose("Modern: Muon's rate", scaled, loss)
+    circuit = {name: modern | {"induction_init": value} for name, value in (("without", False), ("with", True))}
+    modern = yield from choose("Modern: induction circuit", circuit, loss)
     modern = yield from choose("Modern: second targets", second_targets(modern, (0.0, 0.3, 0.5)), loss)
 
     # 3. Every share of the tokens is its own finished run, with two seeds.
@@ -134,7 +136,7 @@ def plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
     rate = half["learning_rate"]
     adamw = {f"learning_rate {by * rate:g}": half | MODERN | {"learning_rate": by * rate} for by in (0.5, 1, 2)}
     tied = yield from choose("Modern architecture, tied, AdamW: learning rate", adamw, loss)
-    own = {name: modern[name] for name in RATES}
+    own, plain = {name: modern[name] for name in RATES}, modern | {"induction_init": False}
     gpt2_tables = own | {"embedding_learning_rate": rate, "head_learning_rate": rate}
     switches = {
         "GPT-2, tuned": half,
@@ -143,9 +145,10 @@ def plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
         "+ untied head": tied | UNTIED,
         "+ own rates of embedding and head": tied | UNTIED | own | {"learning_rate": tied["learning_rate"]},
         "+ Muon": tied | UNTIED | own | MUON,
-        "+ no warm-up, stable, then linear": modern | {"second_target_weight": half["second_target_weight"]},
-        "+ its weight of second targets: modern": modern,
-        "modern, but tied": modern | {"tie_word_embeddings": True} | gpt2_tables,
+        "+ no warm-up, stable, then linear": plain | {"second_target_weight": half["second_target_weight"]},
+        "+ its weight of second targets": plain,
+        "+ its induction circuit: modern": modern,
+        "modern, but tied and without the circuit": plain | {"tie_word_embeddings": True} | gpt2_tables,
     }
     yield Stage(SWITCHES, {name: [each] for name, each in switches.items()})
 
