@@ -119,7 +119,7 @@ def plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
     recipe = half | MODERN | UNTIED | MUON | MUON_SCHEDULE | RATES
     scaled = {f"learning_rate {rate:g}": recipe | {"learning_rate": rate} for rate in (0.01, 0.014, 0.02)}
     modern = yield from choose("Modern: Muon's rate", scaled, loss)
-    circuit = {name: modern | {"induction_init": value} for name, value in (("without", False), ("with", True))}
+    circuit = {"without": modern, "with": modern | {"induction_init": True}}
     modern = yield from choose("Modern: induction circuit", circuit, loss)
     modern = yield from choose("Modern: second targets", second_targets(modern, (0.0, 0.3, 0.5)), loss)
 
@@ -136,7 +136,8 @@ def plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
     rate = half["learning_rate"]
     adamw = {f"learning_rate {by * rate:g}": half | MODERN | {"learning_rate": by * rate} for by in (0.5, 1, 2)}
     tied = yield from choose("Modern architecture, tied, AdamW: learning rate", adamw, loss)
-    own, plain = {name: modern[name] for name in RATES}, modern | {"induction_init": False}
+    own = {name: modern[name] for name in RATES}
+    plain = {name: value for name, value in modern.items() if name != "induction_init"}
     gpt2_tables = own | {"embedding_learning_rate": rate, "head_learning_rate": rate}
     switches = {
         "GPT-2, tuned": half,
