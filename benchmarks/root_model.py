@@ -168,7 +168,10 @@ def comparison(record: dict[str, Any], again: dict[str, Any]) -> str:
             sorted({*one["packages"]} - {*other["packages"]}) for one, other in ((record, again), (again, record))
         ]
         texts = (", ".join(names) or "the same packages" for names in versions)
-        raise UserError("The text differs: the record has {}, this machine {}; run make install.".format(*texts))
+        raise UserError(
+            "The text differs: the record has {}, this machine {}; run make install with PyTorch's CPU build "
+            "(docs/installation.md).".format(*texts)
+        )
     pairs = zip(record["losses"], again["losses"], strict=True)
     distance = max(abs(old - new) for (_, old), (_, new) in pairs)
     is_same_machine = all(record[name] == again[name] for name in ("cpu", "torch"))
