@@ -47,7 +47,10 @@ def main(arguments: list[str]) -> None:
         run = decide_run(config, setup, accelerator)
         chooses_best = config.evaluation.load_best_model_at_end
         is_finished = run.start.step >= run.plan.max_steps and not run.start.owes_validation
-        code = finish_again(run, config.optim, chooses_best) if is_finished else train(config, sizing, run, watchdog)
+        if is_finished:
+            code = finish_again(run, config.optim, chooses_best, "max_steps" in config.flags)
+        else:
+            code = train(config, sizing, run, watchdog)
     if code:
         sys.exit(code)
 

@@ -4,6 +4,7 @@ import ast
 import io
 import json
 import re
+import shlex
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,13 +15,14 @@ import pytest
 from test_corpus import write
 from test_merge import documents
 
-from conftest import REPOSITORY, assert_user_error, prose, trained
+from conftest import REPOSITORY, TINY, assert_user_error, flags, prose, trained
 from hub_server import File, Repository, serving
 from tokenizer.build.recipe import Recipe
 from tokenizer.corpus.hub import HubDataset, open_dataset
 from tokenizer.corpus.named_data import dataset_of, names
 from tokenizer.encoding.vocabulary import save, train_bpe
 from tokenizer.store.store import TokenStore
+from training.checkpoints.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(
@@ -222,6 +224,24 @@ def test_lost_connection_ends_in_one_sentence_and_the_command_resumes_at_the_sam
     store = TokenStore(tmp_path / "store")
     text = "".join(store.load_tokenizer().decode(store.memory_map(split)) for split in ("train", "val"))
     assert sorted(text.split("<|endoftext|>")) == sorted([*texts, ""])
+
+
+def test_a_run_on_a_hub_dataset_continues_with_its_commit_without_the_hub(launch, tmp_path):
+    texts = [prose(i, 40) for i in range(60)]
+    code = f"from pathlib import Path\nfrom training.data import run_data\nrun_data.CACHE = Path({str(tmp_path)!r})\n"
+    settings = TINY | {"data": "user/name", "vocab_size": 300, "output_dir": tmp_path / "run"}
+    settings |= {"max_steps": None, "tokens_per_step": 1024}
+    first = shlex.join(["train_accelerate", *flags(**settings)])
+    resume = f"train_accelerate --resume_from_checkpoint {tmp_path}/run --max_steps 100"
+    with serving_datasets(name={NEWEST: {"train.parquet": parquet(*texts)}}) as (_, address):
+        variables = environment(address, tmp_path / "home") | {"USE_TORCH": "1"}
+        output_of(launch, code + RUN_EACH, [first], variables)
+    steps = RunFolder(tmp_path / "run").newest_step()
+    commands = [first, resume, f"{resume[:-3]}101 --dedup near"]
+    output = output_of(launch, code + RUN_EACH, commands, variables | {"HF_HUB_OFFLINE": "1"})
+    assert f"{tmp_path}/run is finished ({steps} steps)." in output[0]
+    assert (RunFolder(tmp_path / "run").newest_step(), output.count("done")) == (100, 2)
+    assert output[-1].startswith("user/name is not a local path, and the Hub cannot be reached (HF_HUB_OFFLINE is set)")
 
 
 ESTIMATE = """

@@ -169,6 +169,8 @@ def test_repeated_command_reports_the_finished_run_and_another_one_is_refused(fi
     assert "is finished (6 steps)" in output
     assert "--overwrite_output_dir" in output
     assert_user_error(r"another run \(learning_rate 0\.01 -> 0\.02\)", train, run, learning_rate=0.02)
+    shorter = ["--resume_from_checkpoint", str(run), "--max_steps", "4"]
+    assert_user_error("is at step 6 of 4, so nothing is left to train", train_accelerate.main, shorter)
     train(run, "--overwrite_output_dir", max_steps=1, learning_rate=0.02)
     assert yaml.safe_load((run / "config.yaml").read_text())["learning_rate"] == 0.02
 

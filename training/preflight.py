@@ -3,8 +3,10 @@
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import psutil
 import torch
@@ -14,13 +16,14 @@ from transformers import PreTrainedTokenizerBase
 
 from common.errors import Problems, UserError, counted
 from common.machine import free_memory
+from tokenizer.corpus.named_data import dataset_of
 from tokenizer.corpus.units import Corpus
 from tokenizer.store.store import SPLITS, TokenStore
-from training.checkpoints.backup import Backup
-from training.checkpoints.checkpoint import TrainState, load_state
+from training.checkpoints.backup import Backup, earlier_run
+from training.checkpoints.checkpoint import TrainState, complete_checkpoints, load_state
 from training.checkpoints.metrics import best_step, read_events
 from training.checkpoints.pretrained import load_pretrained, vocabulary_problems
-from training.checkpoints.run_folder import RunFolder
+from training.checkpoints.run_folder import RunFolder, run_of
 from training.config import TrainConfig
 from training.data import run_data
 from training.data.batches import START, DataPosition, WindowOrder, plan_batches
@@ -118,6 +121,26 @@ def _vocabulary_problems(config: TrainConfig, store: TokenStore) -> Iterator[str
         yield f"vocab_size is {flag}, but {tokens}; remove --vocab_size."
 
 
+def open_data(config: TrainConfig, accelerator: Accelerator) -> TokenStore:
+    """Open the token store of a run like `run_data.open_store`. A continued run keeps the commit of a Hub dataset."""
+    is_on_hub = config.text and dataset_of(config.data.data) is not None
+    recorded = on_main(accelerator, lambda: _recorded_data(config)) if is_on_hub else None
+    return run_data.open_store(config.recipe, printer(accelerator), recorded)
+
+
+def _recorded_data(config: TrainConfig) -> str | None:
+    """Return the identity of the tokens of the run that this command continues, or None."""
+    source, is_new = config.run.resume_from_checkpoint, config.run.overwrite_output_dir
+    if "data" in config.settings.allowed or (is_new and source is None and not restarted().get("has_begun")):
+        return None
+    own = earlier_run(config.run.folder, config.backup.backup_dir)
+    folder = own if source is None else RunFolder(run_of(Path(source)))
+    for checkpoint in reversed(complete_checkpoints(folder.checkpoints) if folder is not None else []):
+        with suppress(UserError):
+            return load_state(checkpoint).settings.get("data")
+    return None
+
+
 def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> Run:
     """Decide everything about a run whose configuration passed `check`. Raise a `UserError` for problems with data,
     memory, the run in the folder or its checkpoints. Called by every process. Writes only the files that the backup
@@ -125,16 +148,19 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     say, folder = printer(accelerator), config.run.folder
     if setup.torch_compile:
         prepare_compiler()  # its first part takes place while the text is read
-    store = run_data.open_store(config.recipe, say)
-    if on_main(accelerator, lambda: store.metadata.identity) != store.metadata.identity:
-        raise UserError(f"{store.folder} has other tokens on this machine than on that of rank 0; copy it again.")
-    tokenizer = store.load_tokenizer()
     backup_dir, keep = config.backup.backup_dir, config.checkpoints_kept
     backup = Backup(backup_dir, folder, keep, say) if backup_dir is not None else None
     choose = partial(choose_checkpoint, config.run, config.settings, backup, bool(restarted().get("has_begun")), say)
     checkpoint = on_main(accelerator, choose)
+    store = open_data(config, accelerator)
+    if on_main(accelerator, lambda: store.metadata.identity) != store.metadata.identity:
+        raise UserError(f"{store.folder} has other tokens on this machine than on that of rank 0; copy it again.")
+    tokenizer = store.load_tokenizer()
     if checkpoint is not None and not checkpoint.exists():
-        raise UserError(f"{checkpoint}, from which rank 0 resumes, is not on this machine: share the run folder.")
+        raise UserError(
+            f"{checkpoint}, from which rank 0 resumes, is not on this machine: share the run folder, or run "
+            "the same command again if it was deleted meanwhile."
+        )
     state = load_state(checkpoint) if checkpoint is not None else None
     position = resume_position(state, store.metadata.identity, restarted().get("passed_over", ()))
     plan = make_plan(config, store, tokenizer, accelerator, setup, position)

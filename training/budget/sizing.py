@@ -25,9 +25,8 @@ from training.checkpoints.metrics import read_events
 from training.checkpoints.run_folder import RunFolder, is_checkpoint, run_of
 from training.checkpoints.status import hours
 from training.config import CHOICES, LENGTHS, PRESETS, TrainConfig
-from training.data.run_data import open_store
 from training.log.speed import flops_per_token
-from training.preflight import available_memory, make_plan
+from training.preflight import available_memory, make_plan, open_data
 from training.runtime.budget import Price, price_of
 from training.runtime.console import printer
 from training.runtime.device import Setup
@@ -171,7 +170,7 @@ def resolve(
         old = config.settings.defaults | earlier_settings
         config = config.with_settings({name: old[name] for name in names}, "file")
     start = time.monotonic()
-    stores = stores or 2 * [open_store(config.recipe, printer(accelerator))]
+    stores = stores or 2 * [open_data(config, accelerator)]
     tokenization = time.monotonic() - start
     usage = on_main(accelerator, lambda: seconds_spent(events if continues else []) - tokenization)
     store, sample = stores
@@ -189,9 +188,9 @@ def with_vocabulary(config: TrainConfig, accelerator: Accelerator, setup: Setup)
     the run in the folder. Speed and tokens are assumed, because equal commands must build equal stores."""
     if not (config.budget.chooses and config.trains_bpe) or config.has_model_file or "vocab_size" in config.given:
         return config
-    earlier_settings, n_bytes = on_main(accelerator, lambda: (_earlier(config)[0], _bytes_of_text(config)))
-    if (size := earlier_settings.get("vocab_size")) is not None:
+    if (size := on_main(accelerator, lambda: _earlier(config)[0].get("vocab_size"))) is not None:
         return config.with_settings({"vocab_size": size}, "file")
+    n_bytes = on_main(accelerator, lambda: _bytes_of_text(config))
     sizes = scaling.SMALLEST_VOCABULARY, max(1, int(n_bytes / BYTES_PER_TOKEN)), SCORED_TOKENS
     sizer = Sizer(config, accelerator, setup, sizes)
     return config.with_settings({"vocab_size": on_main(accelerator, sizer.vocabulary)})
@@ -211,7 +210,7 @@ def _shortened(config: TrainConfig, accelerator: Accelerator, stores: list[Token
     the default file, for its own text, would repeat it too often."""
     if config.sources.get("max_steps") != "quickstart" or "data" not in config.flags:
         return config
-    store = stores[0] if stores else open_store(config.recipe, printer(accelerator))
+    store = stores[0] if stores else open_data(config, accelerator)
     unique, batch = store.metadata.train.tokens, config.batch.tokens_per_step
     longest, optim = config.length.max_steps, config.optim
     steps = min(longest, max(1, int(scaling.MOST_EPOCHS * unique / batch)))

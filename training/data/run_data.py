@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -67,10 +67,11 @@ class RunData:
     val: Tokens
 
 
-def open_store(recipe: Recipe, say: Callable[[str], None]) -> TokenStore:
+def open_store(recipe: Recipe, say: Callable[[str], None], recorded: str | None = None) -> TokenStore:
     """Open the recipe's token store, which for text is built first and cached by content and settings. A token store
-    must be the recipe's only input. Raise a `UserError` if the input does not exist or is invalid."""
-    folder = _folder_of(recipe)
+    must be the recipe's only input. Raise a `UserError` if the input does not exist or is invalid. `recorded`: identity
+    of a Hub dataset's tokens in a continued run: if cached, they are used, even if the Hub has a new commit."""
+    folder = (find_cached(recorded, recipe.settings()) if recorded is not None else None) or _folder_of(recipe)
     if is_store(str(folder)):
         return TokenStore(folder)
     from tokenizer.build.store_builder import pretokenize
@@ -105,11 +106,12 @@ def find_recorded_store(data: str, identity: str) -> TokenStore | None:
     return None
 
 
-def find_cached(identity: str) -> Path | None:
-    """Return the cached token store with the tokens of this identity."""
+def find_cached(identity: str, settings: dict[str, Any] | None = None) -> Path | None:
+    """Return the cached token store with the tokens of this identity, and made with these settings of a recipe."""
     for path in CACHE.glob("*/metadata.json"):
         with suppress(UserError):
-            if read_metadata(path.parent).identity == identity:
+            metadata = read_metadata(path.parent)
+            if metadata.identity == identity and settings in (None, metadata.settings):
                 return path.parent
     return None
 

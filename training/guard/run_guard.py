@@ -191,7 +191,8 @@ def go_back(spike: Spike, run: Run) -> None:
     # spike, from 0 in the data.
     start = plan.after(max(plan.position.step, spike.step - 2)).sample
     end = plan.after(spike.last - 1).sample + plan.batches.sequences
-    place = good.name if good is not None else "the beginning"
+    source = good or run.start.checkpoint  # of a run that this one branches off from
+    place = source.name if source is not None else "the beginning"
     raise Restart(
         f"{spike}: rolling back to {place} and skipping samples {start:,} to {end - 1:,}.",
         {"passed_over": [*plan.position.passed_over, (start, end)]},

@@ -127,10 +127,10 @@ def print_end(run: Run, arguments: RunArguments, step: int, reason: str | None) 
     )
 
 
-def finish_again(run: Run, optim: OptimArguments, chooses_best: bool) -> None:
+def finish_again(run: Run, optim: OptimArguments, chooses_best: bool, has_new_length: bool) -> None:
     """Complete the files of a finished run, in case it was killed at its very end, and print the next commands. Raise a
     `UserError` if its folder cannot be written."""
-    if not run.start.is_own(run.folder):
+    if not run.start.is_own(run.folder) or (has_new_length and run.start.step > run.plan.max_steps):
         raise UserError(
             f"{run.start.checkpoint} is at step {run.start.step:,} of {run.plan.max_steps:,}, so nothing is left to "
             "train; use a greater --max_steps."
