@@ -156,8 +156,8 @@ def _metadata(release: PublishedModel, repository: Repository, options: FolderAr
     if training is not None:
         if training.base_model is None:
             tags.insert(1, "from-scratch")
-        elif is_hub_id(training.base_model):
-            values["base_model"] = training.base_model
+        elif is_hub_id(name := training.base_model) and (release.facts or {}).get("pretrained", name) == name:
+            values["base_model"] = name
         if training.store is not None:
             values["datasets"] = sorted(set(training.store.metadata.hub_datasets))
         elif release.facts is not None:  # the store is gone, but the report names the Hub datasets

@@ -10,7 +10,7 @@ from common.errors import UserError
 from common.removal import renew
 from modeling_gpt2scratch import GPT2ScratchConfig, configuration_gpt2scratch, loading
 from modeling_gpt2scratch.conversion_gpt2scratch import native_kind, save, to_native
-from modeling_gpt2scratch.loading import CONFIG, GENERATION, INDEX, SHARDS, TOKENIZER, WEIGHTS, read_json
+from modeling_gpt2scratch.loading import CONFIG, GENERATION, INDEX, SHARDS, TOKENIZER, WEIGHTS
 from publishing.card import FolderArguments, model_card
 from publishing.gguf_file import logit_difference, write_gguf
 from publishing.onnx_file import onnx_config, write_onnx
@@ -53,6 +53,10 @@ def assemble(
         write_atomic(destination / CONFIG, json.dumps(onnx_config(model.config), indent=2) + "\n")
     if (path := destination / GENERATION).is_file():
         _set(path, "eos_token_id", model.generation_config.eos_token_id)  # the tokens that end a text
+    for path in destination.rglob("tokenizer_config.json"):
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if settings.pop("auto_map", None) is not None:  # code of the tokenizer's author
+            write_atomic(path, json.dumps(settings, indent=2) + "\n")
     for plot in release.plots:
         shutil.copy(plot, destination / plot.name)
     gguf, name = [], repository.id.split("/")[1]
@@ -67,20 +71,15 @@ def assemble(
 
 
 def check_code(folder: Path) -> None:
-    """Raise a `UserError` for Python files that are not from a version of this project, or code named by the tokenizer.
-    Such code would run on every machine that loads the published model."""
+    """Raise a `UserError` for Python files that are not from a version of this project. They would run on every machine
+    that loads the published model."""
     hashes = set(RELEASED_CODE.read_text(encoding="utf-8").split())
     for path in model_files(folder, CODE):
         if file_sha256(path) not in {*hashes, file_sha256(OUR_CODE / path.name)}:
             raise UserError(
                 f"{path} does not match any version of this project; read it, then add --trust_folder_code to publish "
-                f"it, or delete it to publish the current version."
+                f"it, or append its SHA-256 to {RELEASED_CODE} to publish the current version: {file_sha256(path)}."
             )
-    for path in model_files(folder, ("tokenizer_config.json",)):
-        with model_errors(f"{folder} cannot be published: {{}}."):
-            settings = read_json(folder, path.name)
-        if "auto_map" in settings:
-            raise UserError(f"{path} names its own code (auto_map), which is not published; remove auto_map.")
 
 
 def check_native(folder: Path) -> None:

@@ -30,6 +30,7 @@ CACHE_TOLERANCE = 1e-4  # relative, too: cached keys and values change the order
 LOSS_TOLERANCE = 0.01  # nats per token: the run usually computed its loss in bf16
 STANDARD_ERRORS = 5  # allowed difference between the loss on a sample of windows and on all windows
 FORWARD_FLOPS = 1e12  # budget for the loss: about ten seconds on two cores
+FEWEST_WINDOWS = 4  # from which the standard error is estimated
 # The only environment variables that the process inherits: no token, no path of this repository, no proxy.
 PASSED_ON = (
     *("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT"),
@@ -83,7 +84,7 @@ def expect(release: PublishedModel) -> Expected:
         reason = f"the text or token store of the run, {training.data}, no longer exists"
         return replace(reference, no_loss_because=reason)
     number = -(-int(record["eval_tokens"]) // config.n_positions)
-    limit = max(1, int(FORWARD_FLOPS / (2 * model.num_parameters() * config.n_positions)))
+    limit = max(FEWEST_WINDOWS, int(FORWARD_FLOPS / (2 * model.num_parameters() * config.n_positions)))
     windows = eval_windows(training.store, config.n_positions, min(number, limit), training.mask_documents)
     return replace(reference, windows=windows, is_sample=limit < number, run_loss=record["eval_loss"])
 

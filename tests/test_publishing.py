@@ -249,9 +249,11 @@ def test_the_current_code_replaces_older_code(run, tmp_path, checks):
     release = tmp_path / "older-hub"
     assert [(release / name).read_bytes() for name in CODE] == [(OUR_CODE / name).read_bytes() for name in CODE]
     assert json.loads((release / "config.json").read_text()) == config
-    tokenizer_settings = json.loads((folder / "tokenizer_config.json").read_text()) | {"auto_map": {}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_settings))
-    assert_refused(folder, r"tokenizer_config\.json names its own code \(auto_map\)")
+    tokenizer_settings = json.loads((folder / "tokenizer_config.json").read_text())
+    own_code = {"auto_map": {"AutoTokenizer": ["someone/else--their.Code", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_settings | own_code))
+    push(folder, "--dry_run")
+    assert json.loads((release / "tokenizer_config.json").read_text()) == tokenizer_settings
 
 
 def test_the_hashes_of_the_current_code_are_recorded():
@@ -550,6 +552,9 @@ def test_an_edited_card_on_the_hub_is_kept(folder, hub, capsys):
         upload(folder, MINE)
         assert repository.files()["README.md"] == target
     assert capsys.readouterr().out.count("The README.md of me/tiny was edited and is kept; delete it there") == 1
+    repository.commit("main", files | {"README.md": File(b"My words.", False)})
+    upload(folder, replace(MINE, branch="step-2"))
+    assert repository.files("step-2")["README.md"] == own_card
 
 
 def test_an_upload_that_lost_its_connection_changes_nothing_and_resumes(folder, hub, monkeypatch):
