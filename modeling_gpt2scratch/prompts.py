@@ -90,13 +90,16 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, st
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, model: PreTrainedModel | None = None) -> list[int]:
-    """Return the ids of `prompt`, or the beginning-of-text token if it is empty. A `model` of another project also gets
-    this token before a prompt if its tokenizer adds it. Raise a `ModelError` for an empty prompt if the tokenizer lacks
-    this token, or for a character that it cannot encode."""
-    ids, bos = encode(tokenizer, prompt), tokenizer.bos_token_id
-    is_added = model is not None and model.config.model_type != "gpt2scratch" and tokenizer.encode("")[:1] == [bos]
-    if bos is not None and (not ids or (is_added and ids[0] != bos)):
-        ids = [bos, *ids]
+    """Return the ids of `prompt`, or if it is empty the token before a text: that of the end of the text before, which
+    this project's models are trained on, or the beginning-of-text token. A `model` of another project also gets this
+    token before a prompt if its tokenizer adds it. Raise a `ModelError` for an empty prompt if the tokenizer lacks both
+    tokens, or for a character that it cannot encode."""
+    ids, bos, eos = encode(tokenizer, prompt), tokenizer.bos_token_id, tokenizer.eos_token_id
+    is_own = model is None or model.config.model_type == "gpt2scratch"
+    start = eos if is_own and eos is not None else bos
+    is_added = not is_own and tokenizer.encode("")[:1] == [bos]
+    if start is not None and (not ids or (is_added and ids[0] != bos)):
+        ids = [start, *ids]
     if not ids:
         raise ModelError(
             "The prompt is empty, and this model's tokenizer has no beginning-of-text token; give a prompt."

@@ -119,7 +119,7 @@ def _facts(entry: DemoModel, folder: Path, facts: list[str]) -> dict[str, Any]:
         "name": entry.name,
         "facts": facts,
         "context": config.max_position_embeddings,
-        "bos": tokenizer.bos_token_id,
+        "bos": tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id,  # as in training
         "ends": [*(ends if isinstance(ends, list) else [ends]), turn_end(tokenizer) if chat else None],
         "chat": chat,
     }

@@ -60,9 +60,7 @@ MODERN = f"{TRAIN} --resume_from_checkpoint runs/shakespeare_char_modern/checkpo
 REPLACED = {
     f"{BOOKS} notes.jsonl.zst --output data/books": f"{BOOKS} notes.jsonl.zst --output data/my --vocab_size 300",
     "python -m tokenizer.inspect data/books": "python -m tokenizer.inspect data/my",
-    f"{CRAWL} --shard $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT": (
-        f"{BOOKS} --output data/crawl --vocab_size 300 --shard 0/1"
-    ),
+    f"{CRAWL} --shard $SLURM_ARRAY_TASK_ID/64": f"{BOOKS} --output data/crawl --vocab_size 300 --shard 0/1",
     f"{CRAWL} --merge": f"{BOOKS} --output data/crawl --vocab_size 300 --merge",
     f"{GPT2} --plan": f"{GPT2} --plan {SMALL} --plan_steps 0",
     "accelerate launch --quiet train_accelerate.py --data my.txt --report_to tensorboard wandb": (

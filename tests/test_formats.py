@@ -111,10 +111,12 @@ def test_cached_stores_of_a_run_and_of_older_versions_are_named(old, monkeypatch
     assert_user_error(sentence, train, "--resume_from_checkpoint", old / "run_v2", "--data", old / "store_v1")
     monkeypatch.setattr(data, "CACHE", old / "cache")
     shutil.copytree(old / "store_v1", old / "cache" / "text-0123456789ab")
+    (old / "cache" / ".text-00000000000f.unfinished").mkdir()
     said = []
     recipe = Recipe([str(old / "unfinished_v1" / "text")], vocabulary=VocabularyArguments(tokenizer_type="character"))
     data.open_store(recipe, said.append)
-    assert "0.0 MB of other token stores for this input (text-0123456789ab)" in said[0]
+    stores = ".text-00000000000f.unfinished, text-0123456789ab"
+    assert f"0.0 MB of other token stores for inputs of this name ({stores})" in said[0]
     assert (old / "cache" / "text-0123456789ab" / "train.bin").is_file()
 
 

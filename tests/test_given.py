@@ -80,6 +80,11 @@ def test_limits_end_infinite_datasets(tmp_path, monkeypatch):
     store = pretokenize(endless, tmp_path / "documents", max_documents=1000, **SETTINGS)
     assert store.metadata.counts["documents"] == 1000
     assert pretokenize(endless, tmp_path / "bytes", max_bytes="100kB", **SETTINGS).metadata.counts["bytes"] < 100_001
+    chats = Dataset.from_list([{"messages": [{"role": "user", "content": "Hello"}]}] * 500)
+    given.GivenDataset("chats", {"train": chats}).write(
+        "train", "messages", tmp_path / "chats", units.Limit(bytes=1000)
+    )
+    assert len((tmp_path / "chats").read_text().splitlines()) == 201
     monkeypatch.setattr(given, "FREE_BYTES", shutil.disk_usage(tmp_path).free)
     monkeypatch.setattr(given, "CHECKED_CHARACTERS", 100_000)
     sentence = r"IterableDataset has more than .* GB free; set max_bytes or max_documents, or name an output"

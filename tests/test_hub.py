@@ -280,6 +280,12 @@ def test_named_data_are_read_at_a_commit_that_the_store_records(tmp_path, launch
     assert chats.commits == {"user/name": NEWEST}
     assert "<|im_start|>" in TokenStore(tmp_path / "mine-store").load_tokenizer().get_vocab()
     assert stories.commits == {"roneneldan/TinyStories": FIRST}
+    (tmp_path / "mine.yaml").write_text(f"dataset: user/name\nchat_template: {tmp_path}/own.jinja\n")
+    settings = []
+    for template in ("a", "b"):
+        (tmp_path / "own.jinja").write_text(template)
+        settings.append(Recipe([f"{tmp_path}/mine.yaml"]).settings())
+    assert settings[0] != settings[1]
     assert (stories.sources, stories.hub_datasets) == (["tinystories"], ["roneneldan/TinyStories"])
     run = trained(TokenStore(tmp_path / "tinystories-store"), tmp_path / "run", max_steps=1)
     report = (run / "report.md").read_text()

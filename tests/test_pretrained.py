@@ -96,6 +96,9 @@ def test_a_run_starts_from_another_run_with_text_and_the_settings_for_it(run, tm
     assert "model trained from the weights of tiny: " in (tmp_path / "second" / "report.md").read_text()
     config = read_yaml(tmp_path / "second" / "config.yaml")
     assert [config[name] for name in ("optimizer", "weight_decay", "lr_scheduler_type")] == ["adamw", 0.1, "cosine"]
+    (tmp_path / "own.yaml").write_text("tokenizer: openai-community/gpt2\nvocab_size: 50257\n")
+    text = read_config([*command, "--config", str(tmp_path / "own.yaml")]).vocabulary
+    assert (text.tokenizer, text.vocab_size) == ("model", None)
     reset_accelerate()
     optim = read_config([*command, "--optimizer", "muon"]).optim  # Adam's rates are lower in the proportion of Muon's
     assert optim.learning_rate == 1e-4

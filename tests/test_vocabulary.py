@@ -242,6 +242,14 @@ def test_tokenizer_from_a_sample_is_deterministic(tmp_path, monkeypatch):
         assert len(text.replace("<|endoftext|>", "")) == sum(file.stat().st_size for file in folder.iterdir())
 
 
+def test_a_limit_above_the_sample_does_not_make_it_the_whole_text(tmp_path):
+    records = [{"text": None}] * 3 + [{"text": prose(i, 16)} for i in range(400)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    limit = {"max_bytes": "1GB", "validation_fraction": 0.1}
+    store = tokenized(tmp_path / "texts.jsonl", tmp_path / "store", limit, "none", vocab_size=300, sample_bytes=3000)
+    assert store.metadata.counts["empty_records"] == 3
+
+
 CHARACTERS = "To be,\tor not\r\nto be 雪🙂e\u0301 ."
 
 
@@ -338,6 +346,10 @@ def test_a_tokenizer_adds_no_tokens_that_the_training_text_lacks(tmp_path, made_
     models = (SimpleNamespace(config=SimpleNamespace(model_type=kind)) for kind in ("llama", "gpt2scratch"))
     assert [encode_prompt(theirs, "the of", model) for model in models] == [theirs("the of").input_ids, plain]
     assert theirs("the of").input_ids == [0, *plain]
+    theirs.bos_token = "<|pad|>"
+    models = (SimpleNamespace(config=SimpleNamespace(model_type=kind)) for kind in ("llama", "gpt2scratch"))
+    assert [encode_prompt(theirs, "", model) for model in models] == [[1], [0]]
+    theirs.bos_token = "<|endoftext|>"
     vocabulary.save(theirs, tmp_path)
     existing = SavedTokenizer.read(tmp_path) if made_here else vocabulary.load(tmp_path)
     ours = build(VocabularyArguments(tokenizer=str(tmp_path)), existing, list)

@@ -125,7 +125,10 @@ def open_data(config: TrainConfig, accelerator: Accelerator) -> TokenStore:
     """Open the token store of a run like `run_data.open_store`. A continued run keeps the commit of a Hub dataset."""
     is_on_hub = config.text and dataset_of(config.data.data) is not None
     recorded = on_main(accelerator, lambda: _recorded_data(config)) if is_on_hub else None
-    return run_data.open_store(config.recipe, printer(accelerator), recorded)
+    open_store = partial(run_data.open_store, config.recipe, printer(accelerator), recorded)
+    if accelerator.num_processes > 1:  # the process that prints builds the store
+        on_main(accelerator, lambda: str(open_store().folder))
+    return open_store()
 
 
 def _recorded_data(config: TrainConfig) -> str | None:

@@ -1,6 +1,6 @@
 """Train all combinations of some settings, one run after the other. All other flags are those of train_accelerate.py.
 
-python -m training.sweep --data my.txt --vary learning_rate=3e-4,6e-4,1.2e-3 weight_decay=0,0.1
+python -m training.sweep --data my.txt --vary learning_rate=1e-2,2e-2,4e-2 weight_decay=0,0.1
 """
 
 import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)

@@ -23,7 +23,7 @@ ROW_TOKENS = 1 << 20  # maximum tokens of a row; a longer document continues in 
 GROUP_TOKENS = 1 << 22  # tokens per row group, which a writer and a reader hold in memory
 SHARD_BYTES = 1 << 29  # bytes of ids per file
 MADE_OF = b"token_store"  # key of the store's identity in the parquet metadata
-NO_FLAGS = ("input", "tokenizer_json", "chat_template_source", "named_data")  # settings, not flags
+NO_FLAGS = ("input", "tokenizer_json", "chat_template_source", "named_data", "named_templates")  # settings, not flags
 SIZE_CATEGORIES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "n>1B")
 
 

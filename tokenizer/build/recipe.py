@@ -59,6 +59,9 @@ class Recipe:
         files = {entry: find(entry) for entry in self.inputs if entry.endswith(".yaml")}
         if named := {entry: data.selection for entry, data in files.items() if data is not None}:
             settings["named_data"] = named
+        own = {entry: data.chat_template for entry, data in files.items() if data is not None}
+        if own := {entry: ChatTemplate.read(name) for entry, name in own.items() if name not in (None, "chatml")}:
+            settings["named_templates"] = own
         if self.existing_tokenizer is not None:
             content = self.existing_tokenizer.backend_tokenizer.to_str()
             settings["tokenizer_json"] = hashlib.sha256(content.encode()).hexdigest()

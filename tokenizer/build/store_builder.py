@@ -233,7 +233,7 @@ class StoreBuilder:
             recipe.vocabulary, recipe.existing_tokenizer, sample.texts, control, recipe.vocab_size_must_fit, self.say
         )
         if recipe.vocabulary.tokenizer is None:
-            corpus.check(sample.counts, sample.is_all)
+            corpus.check(sample.counts, sample.is_all and sample.limit == recipe.corpus.limit)
         if settings.chat_template is not None:
             tokenizer.chat_template = settings.chat_template
         self._say_vocabulary(len(tokenizer))

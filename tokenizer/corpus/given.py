@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, require_room
+from tokenizer.corpus import chat
 from tokenizer.corpus.documents import Limit
 from tokenizer.corpus.hub import shortened
 
@@ -88,7 +89,8 @@ class GivenDataset:
                 value = record.get(column)
                 if isinstance(value, bytes):
                     value = value.decode("utf-8", errors="surrogateescape")
-                text = value if isinstance(value, str) else ""
+                messages = chat.normalized(value) or ()
+                text = value if isinstance(value, str) else "".join(each["content"] for each in messages)
                 content = value if isinstance(value, str | list) else None
                 file.write(json.dumps({column: content}, default=lambda value: None) + "\n")
                 documents += isinstance(value, list) or bool(text.strip())

@@ -323,7 +323,7 @@ def _worst(counts: Counts, *names: str) -> str:
     if not names or names[0] not in (worst := counts.worst()):
         return ""
     path, place = worst[names[0]]
-    if names[0] == "bad_bytes" and "byte" not in place:
+    if names[0] == "bad_bytes" and not {"byte", "record"} & place.keys():
         place = place | {"line": files.first_bad_line(path)}
     words = place_words(place, path)
     if len(place["files"]) == 1 or place["number"] == 1:

@@ -136,7 +136,8 @@ def compare_models(
         if title != name:
             scorer, tokenizer = load_any_model(find_model(title), torch.float32)
             scorer = scorer.to(accelerator.device)
-        has_bos = title != name and tokenizer.bos_token_id is not None  # in training, documents follow the eos
+        is_own = title == name or scorer.config.model_type == "gpt2scratch"  # in training, documents follow the eos
+        has_bos = tokenizer.bos_token_id is not None and not (is_own and tokenizer.eos_token_id is not None)
         bos = tokenizer.bos_token_id if has_bos else tokenizer.eos_token_id
         encoding = text.encoded(tokenizer, title)
         nats[title] = nats_of_model(scorer, bos, encoding, len(text.bytes), accelerator, title)
