@@ -5,6 +5,7 @@ import re
 import statistics
 import time
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,7 @@ from conftest import TWO_PROCESSES, assert_user_error, flags, lines, reset_accel
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
 from training.budget.pacer import FINAL, Pacer
-from training.budget.sizing import Sizing, resolve, with_vocabulary
+from training.budget.sizing import Sizing, resolve, seconds_spent, with_vocabulary
 from training.config import TrainConfig, dump_config, read_config
 from training.preflight import check
 from training.runtime import budget
@@ -311,6 +312,17 @@ def test_a_run_with_a_budget_fixes_its_length_once(launch, store, tmp_path, caps
     reset_accelerate()
     longer = [part.replace(budget, "9h") for part in arguments]
     assert_user_error(f"budget {budget} -> 9h", train_accelerate.main, longer)
+    train_accelerate.main([*arguments, "--plan", "--plan_steps", "0"])  # a plan chooses again
+    assert "| twice | 2 |" in capsys.readouterr().out
+
+
+def test_a_restart_counts_from_the_first_step_not_from_the_text(monkeypatch):
+    """The process of a restart is the one before, which tokenized the text."""
+    now = datetime.now(UTC)
+    events = [("begun", 50), ("restarted", 20), ("resumed", 15)]
+    events = [{"event": name, "time": (now - timedelta(seconds=ago)).isoformat()} for name, ago in events]
+    monkeypatch.setenv("GPT2SCRATCH_RESTART", '{"has_begun": true}')
+    assert seconds_spent(events) == pytest.approx(45, abs=1)
 
 
 def pacer(time_estimate: int, time_to_end: float) -> Pacer:
@@ -341,7 +353,7 @@ def test_the_length_is_final_before_the_rates_fall(store, monkeypatch):
         budgeted.correct(step, SimpleNamespace(say=sentences.append))
     assert (budgeted.run.plan.max_steps, budgeted.config.length.max_steps, lengths) == (1000, 1000, [500])
     assert sentences == [
-        "Budget:  1,000 steps end the run on time, at the measured speed. This number is now final.",
+        "Budget:  the run has 1,000 steps, by the measured speed. This number is now final.",
         360,
     ]
     assert 1 - budgeted.config.optim.cooldown_fraction > FINAL

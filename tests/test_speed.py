@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from modeling_gpt2scratch import GPT2ScratchConfig
-from training.checkpoints.metrics import read_events
+from training.checkpoints.metrics import read_events, seconds_until
 from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.samples import write_samples
 from training.checkpoints.status import hours, record
@@ -90,6 +90,16 @@ def test_a_truncated_event_hides_no_later_one_and_hours_exclude_time_between_sta
     assert hours(events, datetime(2026, 1, 3, 8, 30, tzinfo=UTC)) == 1.5
     assert hours(events, datetime(2026, 1, 2, 8, 30, tzinfo=UTC)) == 1.25  # the clock was set back
     assert hours([], datetime(2026, 1, 3, 8, 30, tzinfo=UTC)) == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds"),
+    [([40, 50], [10, 20]), ([40, 80, 90], [10, 20, 30]), ([440, 480, 520], [10, 20, 30])],  # the last is a branch
+)
+def test_training_seconds_count_the_steps_before_the_first_log_line(steps, seconds):
+    speeds = {40: 4, 80: 4, 440: 4, 480: 4, 520: 4}
+    entries = [{"step": step, "tokens": step, "tokens_per_second": speeds.get(step, 1)} for step in steps]
+    assert seconds_until(entries) == dict(zip(steps, seconds, strict=True))
 
 
 def test_report_summarizes_the_log_lines(store, tmp_path):

@@ -69,13 +69,14 @@ def test_all_problems_are_reported_before_the_first_run(store, tmp_path):
 
 
 def test_a_table_has_differing_settings_and_skips_entries_that_are_not_runs(run, train, tmp_path, capsys):
-    twin = train(tmp_path / "other", max_steps=3, max_eval_samples=2, hourly_price=3600, tokens_per_step=128)
+    settings = {"max_eval_samples": 2, "hourly_price": 3600, "tokens_per_step": 128, "weight_average": 2}
+    twin = train(tmp_path / "other", max_steps=3, **settings)
     (twin / "config.yaml").write_text((twin / "config.yaml").read_text() + "setting_of_another_version: 1\n")
     notes = tmp_path / "notes.txt"
     notes.touch()
     compare_runs.main([str(run), str(notes), str(twin), "--output", str(tmp_path / "x.png")])
     output = capsys.readouterr()
-    assert "| cost | state | tokens_per_step | max_eval_samples |" in output.out
+    assert "| cost | state | tokens_per_step | weight_average | max_eval_samples |" in output.out
     assert f"Skipped: {notes} is neither" in output.err
     assert_user_error("(?s)notes.txt is .*none is neither", compare_runs.main, [str(notes), "none"])
     assert_user_error("none is neither", compare_runs.main, [str(run), "none"])

@@ -43,9 +43,7 @@ class Pacer:
         self.deadline = None
         self.config = self.config.with_settings({"max_steps": plan.max_steps, "max_train_tokens": None})
         self.run.start.state.settings["max_steps"] = plan.max_steps
-        log.say(
-            f"Budget:  {plan.max_steps:,} steps end the run on time, at the measured speed. This number is now final."
-        )
+        log.say(f"Budget:  the run has {plan.max_steps:,} steps, by the measured speed. This number is now final.")
         on_main(self.run.accelerator, lambda: self._write(step))
 
     def _corrected(self, step: int, log: RunLog) -> int:

@@ -3,7 +3,7 @@
 import math
 import time
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,12 @@ class Option:
 
     @property
     def is_limited_by_text(self) -> bool:
-        return self.most_tokens == scaling.MOST_EPOCHS * self.unique < self.tokens + self.settings["tokens_per_step"]
+        return self.is_limited and self.most_tokens == scaling.MOST_EPOCHS * self.unique
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the text or a given length limits the run, not the budget."""
+        return self.most_tokens < self.tokens + self.settings["tokens_per_step"]
 
     @property
     def deficit(self) -> float:
@@ -177,7 +182,8 @@ def resolve(
     sizes = store.metadata.vocab_size, store.metadata.train.tokens, store.metadata.val.tokens
     sizing = Sizer(config, accelerator, setup, sizes).choose(usage, tokenization, sample)
     settings = sizing.option.settings
-    if sizing.deadline is not None and continues and (done := on_main(accelerator, lambda: _steps_done(config))):
+    adds_steps = sizing.deadline is not None and continues and not config.cost.plan
+    if adds_steps and (done := on_main(accelerator, lambda: _steps_done(config))):
         most_steps = int(sizing.option.most_tokens / settings["tokens_per_step"])
         settings = settings | {"max_steps": min(done + settings["max_steps"], most_steps)}
     return config.with_settings(settings), sizing
@@ -458,7 +464,7 @@ class Sizer:
 
 def _earlier(config: TrainConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the settings and events of the run that this command continues, from its folder or its backup."""
-    if config.run.overwrite_output_dir and not restarted().get("has_begun"):
+    if config.cost.plan or (config.run.overwrite_output_dir and not restarted().get("has_begun")):
         return {}, []
     folder = earlier_run(config.run.folder, config.backup.backup_dir)
     return ({}, []) if folder is None else (read_yaml(folder.config), read_events(folder.events))
@@ -475,6 +481,8 @@ def _steps_done(config: TrainConfig) -> int:
 
 def seconds_spent(events: list[dict[str, Any]]) -> float:
     """Return the seconds since the start of this process, and of the earlier processes with these events."""
+    if restarted().get("has_begun"):  # the process is the one before the restart, also before the text was tokenized
+        return 3600 * hours(events, datetime.now(UTC))
     start = psutil.Process().create_time()
     earlier_events = [event for event in events if datetime.fromisoformat(event["time"]).timestamp() < start]
     return time.time() - start + 3600 * hours(earlier_events)
