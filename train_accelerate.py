@@ -21,7 +21,7 @@ from training.budget.forecast import forecast_run, print_forecast, show_plan
 from training.budget.pacer import Pacer
 from training.budget.sizing import Sizing, resolve
 from training.checkpoints.saver import Saver
-from training.config import TrainConfig, read_config
+from training.config import LENGTHS, TrainConfig, read_config
 from training.data.batches import TrainBatches
 from training.guard.run_guard import RunGuard, job
 from training.guard.watchdog import Watchdog
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> None:
         chooses_best = config.evaluation.load_best_model_at_end
         is_finished = run.start.step >= run.plan.max_steps and not run.start.owes_validation
         if is_finished:
-            code = finish_again(run, config.optim, chooses_best, "max_steps" in config.flags)
+            code = finish_again(run, config.optim, chooses_best, bool(LENGTHS & config.flags))
         else:
             code = train(config, sizing, run, watchdog)
     if code:

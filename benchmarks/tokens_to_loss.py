@@ -216,7 +216,7 @@ def measure(run: Run, store: str) -> dict[str, Any]:
         if process.returncode != 0:
             raise UserError(f"{' '.join(command)} failed: {output.read_text(errors='replace')[-1500:]}")
         entries = read_metrics(folder / "metrics.jsonl")
-    until, evaluations = seconds_until(entries), [entry for entry in entries if "eval_loss" in entry]
+    until, evaluations = seconds_until(entries, 0), [entry for entry in entries if "eval_loss" in entry]
     tokens = run["tokens_per_step"]
     return {
         "settings": run,

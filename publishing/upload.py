@@ -122,13 +122,14 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
                     raise
                 sentence = f"{repo_id} exists on the Hub but is not a {repository.type}; use another name."
                 raise UserError(sentence) from error
-        is_copy = repository.branch is not None and not hub.revision_exists(repo_id, repository.branch)
-        if is_copy:
-            hub.create_branch(**target, branch=repository.branch)
+        is_copy = False  # of main, until the first upload to the branch
+        if repository.branch is not None:
+            hub.create_branch(**target, branch=repository.branch, exist_ok=True)
+            is_copy = hub.repo_info(**on_branch).sha == hub.repo_info(**target).sha
         paths, names = published_files(folder), hub.list_repo_files(**on_branch)
         patterns = [f"/{pattern}" for pattern in HUB_FILES] if is_model else []  # `*` does not match a slash
         stale = [name for name in sorted({*names} - paths.keys()) if any(map(PurePosixPath("/", name).match, patterns))]
-        if is_model and "README.md" in names and not is_copy:  # a new branch has the card of main
+        if is_model and "README.md" in names and not is_copy:
             with tempfile.TemporaryDirectory() as cache:
                 card = Path(hub.hf_hub_download(filename="README.md", cache_dir=cache, **on_branch))
                 is_replaceable = SIGNATURE_PATTERN.search(card.read_text(encoding="utf-8", errors="replace"))

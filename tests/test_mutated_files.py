@@ -135,7 +135,7 @@ def read_checkpoint(run: Path, store: TokenStore) -> None:
     ],
 )
 def test_changed_files_are_skipped_or_refused(finished, store, tmp_path, monkeypatch, name, read):
-    monkeypatch.setattr(report, "plot_loss", lambda entries, path: False)
+    monkeypatch.setattr(report, "plot_loss", lambda entries, until, path: False)
     monkeypatch.setattr(report, "plot_course", lambda entries, path: False)
     run = Path(shutil.copytree(finished, tmp_path / "run"))
     monkeypatch.setattr(reference, "FOLDER", run)

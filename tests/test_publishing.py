@@ -553,6 +553,7 @@ def test_an_edited_card_on_the_hub_is_kept(folder, hub, capsys):
         assert repository.files()["README.md"] == target
     assert capsys.readouterr().out.count("The README.md of me/tiny was edited and is kept; delete it there") == 1
     repository.commit("main", files | {"README.md": File(b"My words.", False)})
+    HfApi().create_branch("me/tiny", branch="step-2")  # as if the connection was lost then
     upload(folder, replace(MINE, branch="step-2"))
     assert repository.files("step-2")["README.md"] == own_card
 

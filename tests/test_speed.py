@@ -93,13 +93,13 @@ def test_a_truncated_event_hides_no_later_one_and_hours_exclude_time_between_sta
 
 
 @pytest.mark.parametrize(
-    ("steps", "seconds"),
-    [([40, 50], [10, 20]), ([40, 80, 90], [10, 20, 30]), ([440, 480, 520], [10, 20, 30])],  # the last is a branch
+    ("first_step", "steps", "seconds"),
+    [(0, [40, 50], [10, 20]), (0, [40, 80, 90], [10, 20, 30]), (400, [440, 480], [10, 20])],  # the last is a branch
 )
-def test_training_seconds_count_the_steps_before_the_first_log_line(steps, seconds):
-    speeds = {40: 4, 80: 4, 440: 4, 480: 4, 520: 4}
+def test_training_seconds_count_the_steps_before_the_first_log_line(first_step, steps, seconds):
+    speeds = {40: 4, 80: 4, 440: 4, 480: 4}
     entries = [{"step": step, "tokens": step, "tokens_per_second": speeds.get(step, 1)} for step in steps]
-    assert seconds_until(entries) == dict(zip(steps, seconds, strict=True))
+    assert seconds_until(entries, first_step) == dict(zip(steps, seconds, strict=True))
 
 
 def test_report_summarizes_the_log_lines(store, tmp_path):
@@ -155,7 +155,7 @@ def test_report_names_the_hardware_of_each_part_of_the_run(store, tmp_path):
     assert report_after(branch) == "- after step 0: CPU\n- after step 5: TPU"
 
 
-PLOTS = "from pathlib import Path; from training.report.plots import plot_loss; print(plot_loss(%s, Path('never.png')))"
+PLOTS = "from pathlib import Path; from training.report.plots import *; print(plot_loss(%s, {1: 1}, Path('never.png')))"
 ENTRY = {"step": 1, "loss": 3.0, "tokens": 64, "learning_rate": 1e-3}
 
 

@@ -52,10 +52,12 @@ def main(arguments: list[str]) -> None:
         for entry in newest:  # finished runs scored the whole split, others a sample
             entry.update(comparable_scores(entry))
     runs = dict(sorted(summaries.items(), key=lambda item: item[1]["last"].get("eval_bits_per_byte", math.inf)))
-    defaults = {name: value for kind in PARTS for name, value in asdict(kind()).items() if name not in TEXT_SETTINGS}
+    defaults = {name: value for kind in PARTS for name, value in asdict(kind()).items()}
     values: dict[str, set[str]] = {}
     for summary in runs.values():  # config.yaml lacks what is not set
-        summary["settings"] = defaults | summary["settings"]
+        settings = summary["settings"]
+        absent = set() if "tokenizer_type" in settings else TEXT_SETTINGS  # of a run on a token store
+        summary["settings"] = {name: value for name, value in defaults.items() if name not in absent} | settings
     for name, value in (item for summary in runs.values() for item in summary["settings"].items()):
         values.setdefault(name, set()).add(str(value))
     setting_names = [name for name in values if len(values[name]) > 1 and name not in IGNORED_SETTINGS]
@@ -66,7 +68,7 @@ def main(arguments: list[str]) -> None:
     Console().print(TerminalPage(page)) if sys.stdout.isatty() else print(page)
     measure = "eval_bits_per_byte" if is_other_text else "eval_loss"
     with disk_errors(options.output):
-        if plot_runs({name: run["entries"] for name, run in runs.items()}, Path(options.output), measure):
+        if plot_runs(runs, Path(options.output), measure):
             print(f"Plot: {options.output}", file=sys.stderr)
         elif find_spec("matplotlib") is None:
             print("No plot: run pip install -e '.[plots]'.", file=sys.stderr)

@@ -243,7 +243,7 @@ def _decide(config: TrainConfig, flags: dict[str, Any], path: Path) -> TrainConf
     """Return the configuration with what a pretrained model, the optimizer and the data decide."""
     if (source := config.pretrained_source) is not None:
         settings = architecture_of(source, config.model, config.flags)
-        if config.text and "tokenizer" not in config.flags:
+        if config.text and "tokenizer" not in config.flags and config.vocabulary.tokenizer != source:
             settings |= {"tokenizer": source, "vocab_size": None}
         config = config.with_settings(settings, "file")
     is_pretrained = config.pretrained_source is not None

@@ -23,7 +23,7 @@ from training.checkpoints.backup import Backup, earlier_run
 from training.checkpoints.checkpoint import TrainState, complete_checkpoints, load_state
 from training.checkpoints.metrics import best_step, read_events
 from training.checkpoints.pretrained import load_pretrained, vocabulary_problems
-from training.checkpoints.run_folder import RunFolder, run_of
+from training.checkpoints.run_folder import RunFolder, is_checkpoint, run_of
 from training.config import TrainConfig
 from training.data import run_data
 from training.data.batches import START, DataPosition, WindowOrder, plan_batches
@@ -123,22 +123,24 @@ def _vocabulary_problems(config: TrainConfig, store: TokenStore) -> Iterator[str
 
 def open_data(config: TrainConfig, accelerator: Accelerator) -> TokenStore:
     """Open the token store of a run like `run_data.open_store`. A continued run keeps the commit of a Hub dataset."""
-    is_on_hub = config.text and dataset_of(config.data.data) is not None
-    recorded = on_main(accelerator, lambda: _recorded_data(config)) if is_on_hub else None
+    recorded = on_main(accelerator, lambda: recorded_data(config))
     open_store = partial(run_data.open_store, config.recipe, printer(accelerator), recorded)
     if accelerator.num_processes > 1:  # the process that prints builds the store
         on_main(accelerator, lambda: str(open_store().folder))
     return open_store()
 
 
-def _recorded_data(config: TrainConfig) -> str | None:
-    """Return the identity of the tokens of the run that this command continues, or None."""
+def recorded_data(config: TrainConfig) -> str | None:
+    """Return the identity of the Hub dataset's tokens in the run that this command continues, or None."""
+    if not config.text or dataset_of(config.data.data) is None:
+        return None
     source, is_new = config.run.resume_from_checkpoint, config.run.overwrite_output_dir
     if "data" in config.settings.allowed or (is_new and source is None and not restarted().get("has_begun")):
         return None
     own = earlier_run(config.run.folder, config.backup.backup_dir)
     folder = own if source is None else RunFolder(run_of(Path(source)))
-    for checkpoint in reversed(complete_checkpoints(folder.checkpoints) if folder is not None else []):
+    checkpoints = complete_checkpoints(folder.checkpoints) if folder is not None else []
+    for checkpoint in [Path(source)] if source is not None and is_checkpoint(Path(source)) else checkpoints[::-1]:
         with suppress(UserError):
             return load_state(checkpoint).settings.get("data")
     return None

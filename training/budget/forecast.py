@@ -29,7 +29,7 @@ from training.data.run_data import bytes_of, find_store, open_store
 from training.log.speed import flops_per_token
 from training.plan.plan import Plan
 from training.plan.run import Run
-from training.preflight import make_plan, setup_of
+from training.preflight import make_plan, recorded_data, setup_of
 from training.report.report import environment
 from training.runtime.compilation import SHORT_VALIDATION, is_automatic, pays_off
 from training.runtime.console import printer
@@ -138,11 +138,12 @@ def _print_plan(config: TrainConfig, folder: Path) -> None:
     accelerator = start_accelerator(setup, None, config.run.output_dir, config.stopping.ddp_timeout)
     say, estimate = printer(accelerator), None
     config = with_vocabulary(config, accelerator, setup)
-    if config.text and find_store(config.recipe) is None:
+    recorded = recorded_data(config)
+    if config.text and find_store(config.recipe, recorded) is None:
         from tokenizer.build.estimate import estimate as estimate_store  # needs packages that a run does not need
 
         estimate = estimate_store(config.recipe, folder, say)
-    sample = open_store(config.recipe, say) if estimate is None else estimate.sample
+    sample = open_store(config.recipe, say, recorded) if estimate is None else estimate.sample
     store = sample if estimate is None else estimate.whole
     config, sizing = resolve(config, accelerator, setup, [store, sample])
     plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)

@@ -128,14 +128,11 @@ def scores_more(entry: dict[str, Any]) -> bool:
     return comparable_loss(entry) != entry["eval_loss"]
 
 
-def seconds_until(entries: list[dict[str, Any]]) -> dict[int, float]:
-    """Return the training seconds until each logged step, from the tokens and the speed of each log line. In a run that
-    branched off from another run's checkpoint, the steps of the other run do not count."""
+def seconds_until(entries: list[dict[str, Any]], first_step: int) -> dict[int, float]:
+    """Return the training seconds until each logged step, from the tokens and the speed of each log line. `first_step`:
+    0, or the step of the other run's checkpoint that this one branched off from."""
     seconds, until = 0.0, {}
-    log_lines, tokens = [entry for entry in entries if "tokens" in entry][:3], 0
-    if len(log_lines) > 2:  # the interval to the last line of a run may be shorter
-        interval = log_lines[1]["step"] - log_lines[0]["step"]  # steps, also before the first line
-        tokens = log_lines[0]["tokens"] * (1 - interval / log_lines[0]["step"])
+    tokens = next((entry["tokens"] * first_step / entry["step"] for entry in entries if "tokens" in entry), 0)
     for entry in entries:
         if "tokens_per_second" in entry:
             seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]

@@ -74,6 +74,11 @@ def starts_in_force(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return starts
 
 
+def first_step(events: list[dict[str, Any]]) -> int:
+    """Return the steps of another run that this one branched off from, or 0."""
+    return next((event["step"] for event in events if event["event"] in ("begun", "resumed")), 0)
+
+
 def hours(events: list[dict[str, Any]], end: datetime | None = None) -> float:
     """Return the run's hours until `end`, by default until its last event, from its events.jsonl. The time between the
     last event before a stop or a kill and the next start does not count."""

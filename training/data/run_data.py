@@ -71,7 +71,7 @@ def open_store(recipe: Recipe, say: Callable[[str], None], recorded: str | None 
     """Open the recipe's token store, which for text is built first and cached by content and settings. A token store
     must be the recipe's only input. Raise a `UserError` if the input does not exist or is invalid. `recorded`: identity
     of a Hub dataset's tokens in a continued run: if cached, they are used, even if the Hub has a new commit."""
-    folder = (find_cached(recorded, recipe.settings()) if recorded is not None else None) or _folder_of(recipe)
+    folder = _folder_of(recipe, recorded)
     if is_store(str(folder)):
         return TokenStore(folder)
     from tokenizer.build.store_builder import pretokenize
@@ -88,12 +88,12 @@ def open_store(recipe: Recipe, say: Callable[[str], None], recorded: str | None 
     return pretokenize(recipe, folder, say, is_cache=True)
 
 
-def find_store(recipe: Recipe) -> TokenStore | None:
+def find_store(recipe: Recipe, recorded: str | None = None) -> TokenStore | None:
     """Return the complete token store of `open_store` if it exists, otherwise None. Create nothing."""
     [data] = recipe.inputs
     with suppress(UserError):  # the text is not read if no cached store has its name
         if is_store(data) or any(CACHE.glob(f"{name_of(data)}-*/metadata.json")):
-            return TokenStore(_folder_of(recipe))
+            return TokenStore(_folder_of(recipe, recorded))
     return None
 
 
@@ -117,12 +117,14 @@ def find_cached(identity: str, settings: dict[str, Any] | None = None) -> Path |
     return None
 
 
-def _folder_of(recipe: Recipe) -> Path:
+def _folder_of(recipe: Recipe, recorded: str | None) -> Path:
     """Return the recipe's only input if it is a token store, otherwise the cache folder for that text. Raise a
     `UserError` if the text does not exist."""
     [data] = recipe.inputs
     if is_store(data):
         return Path(data)
+    if recorded is not None and (folder := find_cached(recorded, recipe.settings())) is not None:
+        return folder
     key = _sha256(f"{_text_hash(Corpus([data], recipe.corpus))} {recipe.settings()}")
     return CACHE / f"{name_of(data)}-{key[:12]}"
 

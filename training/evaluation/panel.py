@@ -1,9 +1,9 @@
 """Comparison of models, n-grams and compressors by bits per byte of the same text.
 
 A model scores each document separately, with its own tokenizer, after its start token (bos, or eos if there is no bos;
-without either, the first token costs as much as under a uniform distribution). Windows of its context overlap by half,
-so all but the first tokens of a document are predicted from half a context or more. The token that ends a document is
-not text and is not scored.
+eos for models of this project; without either, the first token costs as much as under a uniform distribution). Windows
+of its context overlap by half, so all but the first tokens of a document are predicted from half a context or more. The
+token that ends a document is not text and is not scored.
 """
 
 import math

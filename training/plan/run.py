@@ -133,7 +133,7 @@ def finish_again(run: Run, optim: OptimArguments, chooses_best: bool, has_new_le
     if not run.start.is_own(run.folder) or (has_new_length and run.start.step > run.plan.max_steps):
         raise UserError(
             f"{run.start.checkpoint} is at step {run.start.step:,} of {run.plan.max_steps:,}, so nothing is left to "
-            "train; use a greater --max_steps."
+            "train; use a greater length."
         )
     on_main(run.accelerator, lambda: _complete(run, chooses_best))
     folder, source = run.folder, quote(str(run.folder.path))

@@ -27,7 +27,7 @@ from training.checkpoints import metrics
 from training.checkpoints.loading import is_hub_id
 from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.samples import read_samples
-from training.checkpoints.status import hours, read_status, starts_in_force
+from training.checkpoints.status import first_step, hours, read_status, starts_in_force
 from training.log.reference import find_reference
 from training.log.speed import flops_per_token
 from training.plan.compatibility import model_fields
@@ -101,12 +101,12 @@ def gather(folder: RunFolder) -> dict[str, Any]:
     evaluations, reference = [entry for entry in entries if "eval_loss" in entry], find_reference(folder)
     texts_at = {step: texts for step, texts in samples.items() if texts}
     speed_entries = [entry for entry in entries if "tokens_per_second" in entry]
-    first_step = next((entry["seconds_to_first_step"] for entry in entries if "seconds_to_first_step" in entry), 0.0)
+    startup = next((entry["seconds_to_first_step"] for entry in entries if "seconds_to_first_step" in entry), 0.0)
     openings = [texts[0][:PROMPT_CHARACTERS] for texts in texts_at.values()]  # the tokenizer can encode these
     return {
         "name": folder.path.name,
         "prompt": [*settings.get("sample_prompts", []), *openings, "Once"][0],
-        "results": _results(entries, evaluations, texts_at) if evaluations else None,
+        "results": _results(entries, evaluations, texts_at, first_step(events)) if evaluations else None,
         "reference": reference.compared(evaluations[-1]) if evaluations and reference is not None else "",
         "samples": [{"step": step, "texts": texts_at[step]} for step in evenly(sorted(texts_at), MAX_MOMENTS)],
         "settings": {
@@ -124,8 +124,8 @@ def gather(folder: RunFolder) -> dict[str, Any]:
             for start in starts
             for text in start.get("changes", [])
         ],
-        "speed": _speed(speed_entries, first_step) if speed_entries else None,
-        "estimate": _estimate(speed_entries, first_step, events) if speed_entries else None,
+        "speed": _speed(speed_entries, startup) if speed_entries else None,
+        "estimate": _estimate(speed_entries, startup, events) if speed_entries else None,
         "noticed": [event for event in events if event["event"] in NOTABLE_EVENTS],
         "hours": hours(events, datetime.now(UTC)),
         "hourly_price": settings.get("hourly_price"),
@@ -142,6 +142,7 @@ def summarize_run(folder: RunFolder) -> dict[str, Any]:
     estimates = [{"steps": 0}] + [event["planned"] for event in events if "planned" in event]
     end = datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if entries and state == "running" else None
     run = {"entries": entries, "last": newest, "state": state, "hours": hours(events, end)}
+    run["seconds_until"] = metrics.seconds_until(entries, first_step(events))
     run["settings"] = {"hourly_price": None, "max_steps": None} | settings
     return run | {"planned": estimates[-1]["steps"], "text": str(data.get("val"))}
 
@@ -151,10 +152,10 @@ def evenly(items: list[Any], limit: int) -> list[Any]:
     return [items[i] for i in np.linspace(0, len(items) - 1, min(limit, len(items))).round().astype(int)]
 
 
-def _results(entries: Entries, evaluations: Entries, samples: dict[int, list[str]]) -> dict[str, Any]:
+def _results(entries: Entries, evaluations: Entries, samples: dict[int, list[str]], start: int) -> dict[str, Any]:
     """Return one row per validation (`evaluations`), with scores, training time and a sample."""
     by_step = {entry["step"]: entry for entry in entries if "loss" in entry}
-    seconds, best = metrics.seconds_until(entries), metrics.best_evaluation(evaluations)
+    seconds, best = metrics.seconds_until(entries, start), metrics.best_evaluation(evaluations)
     return {
         "rows": [
             entry

@@ -9,7 +9,7 @@ import numpy as np
 
 from common.atomic import unfinished_path
 from common.removal import FILE_MARK
-from training.checkpoints.metrics import comparable_loss, comparable_scores, seconds_until
+from training.checkpoints.metrics import comparable_loss, comparable_scores
 
 # Legible on white and on black.
 GRAY, BLUE, ORANGE = "#808690", "#3d84c6", "#d9673f"
@@ -36,13 +36,13 @@ UNITS = ((3600, "hours"), (60, "minutes"), (1, "seconds"))
 MOST_POINTS = 1000  # points per curve; longer curves average neighboring points
 
 
-def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:
-    """Plot training and validation loss, by tokens and by training time."""
+def plot_loss(entries: list[dict[str, Any]], until: dict[int, float], path: Path) -> bool:
+    """Plot training and validation loss, by tokens and by training time. `until`: seconds by step."""
     train = [entry for entry in entries if "loss" in entry]
     evaluations = [entry for entry in entries if "eval_loss" in entry]
     if not train:
         return False
-    steps, until = [entry["step"] for entry in train], seconds_until(entries)
+    steps = [entry["step"] for entry in train]
     tokens, seconds = [entry["tokens"] for entry in train], np.array([until[step] for step in steps])
     unit, name = next((unit, name) for unit, name in UNITS if seconds[-1] >= 2 * unit or unit == 1)
 
@@ -61,13 +61,14 @@ def plot_loss(entries: list[dict[str, Any]], path: Path) -> bool:
     return _save(path, (9, 3.6), draw)
 
 
-def plot_runs(runs: dict[str, list[dict[str, Any]]], path: Path, measure: str) -> bool:
+def plot_runs(runs: dict[str, dict[str, Any]], path: Path, measure: str) -> bool:
     """Plot a measure of the validations of runs, or their training loss before the first, by tokens and by time."""
 
     def draw(figure: Any) -> None:
         by_tokens, by_time = figure.subplots(1, 2, sharey=True)
-        for name, entries in runs.items():
-            until, tokens = seconds_until(entries), {0: 0} | {e["step"]: e["tokens"] for e in entries if "tokens" in e}
+        for name, run in runs.items():
+            entries, until = run["entries"], run["seconds_until"]
+            tokens = {0: 0} | {e["step"]: e["tokens"] for e in entries if "tokens" in e}
             evaluations, in_nats = [entry for entry in entries if measure in entry], measure == "eval_loss"
             curve = {entry["step"]: comparable_scores(entry)[measure] for entry in evaluations}
             style = {"label": name, "marker": "."} if curve else {"label": f"{name} (training loss)"}
@@ -79,7 +80,7 @@ def plot_runs(runs: dict[str, list[dict[str, Any]]], path: Path, measure: str) -
         _in_thousands(by_tokens.xaxis)
         figure.legend(*by_tokens.get_legend_handles_labels(), loc="outside lower center")
 
-    return any(runs.values()) and _save(path, (9, 3.6 + 0.2 * len(runs)), draw)
+    return any(run["entries"] for run in runs.values()) and _save(path, (9, 3.6 + 0.2 * len(runs)), draw)
 
 
 def plot_course(entries: list[dict[str, Any]], path: Path) -> bool:

@@ -24,9 +24,10 @@ from common.atomic import file_sha256, write_atomic
 from common.errors import NONSENSE, UserError, check_format, counted, disk_errors
 from common.removal import is_marked, mark, refuse_replacing
 from tokenizer.store.store import RESUMES, TokenStore
-from training.checkpoints.metrics import read_metrics
+from training.checkpoints.metrics import read_events, read_metrics, seconds_until
 from training.checkpoints.run_folder import EVALUATION, RunFolder, is_checkpoint, run_of
 from training.checkpoints.samples import fenced
+from training.checkpoints.status import first_step
 from training.report.facts import gather, read_facts, write_facts
 from training.report.plots import plot_course, plot_loss, plot_panel
 from training.runtime.console import clock, perplexity
@@ -71,7 +72,9 @@ def write_report(folder: RunFolder) -> None:
     if facts is None:  # deleted or damaged since the start; the next start of the run writes it again
         return
     entries = read_metrics(folder.metrics)
-    plots = {"loss": plot_loss(entries, folder.plots["loss"]), "course": plot_course(entries, folder.plots["course"])}
+    until = seconds_until(entries, first_step(read_events(folder.events)))
+    plots = {"loss": plot_loss(entries, until, folder.plots["loss"])}
+    plots["course"] = plot_course(entries, folder.plots["course"])
     _write(folder, facts | gather(folder) | {"plots": [name for name, is_drawn in plots.items() if is_drawn]}, None)
 
 

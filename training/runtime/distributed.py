@@ -20,7 +20,7 @@ from training.runtime.device import Setup, keep_accelerate_from_sharding
 from training.runtime.restart import restarted
 
 Result = TypeVar("Result")
-LONGEST_WAIT = 6 * 3600  # seconds
+LONGEST_WAIT = 30 * 24 * 3600  # seconds; the main process may tokenize a large text
 RENDEZVOUS = "restart://"  # the init_method of the process group
 _waits = False
 
