@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 import modeling_gpt2scratch  # noqa: F401  registers the architecture
 from common.command_line import FlagParser, flag_name, is_flag, run
-from common.errors import UserError
+from common.errors import UserError, as_os_error
 from common.limits import setting
 from common.removal import discard
 from publishing.card import FolderArguments
@@ -28,7 +28,6 @@ from publishing.onnx_file import check_onnx
 from publishing.published_model import PublishedModel, all_folders, find_folder, hub_folder_of
 from publishing.upload import Repository, check_access, check_repo_id, download, published_files, upload
 from publishing.verify import Expected, Location, expect, verify
-from training.checkpoints.checkpoint import as_os_error
 from training.checkpoints.run_folder import HUB_FILES, is_checkpoint
 
 EXAMPLE = "python push_to_hub.py runs/x --repo_id user/name"

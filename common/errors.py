@@ -1,5 +1,6 @@
 """Error messages for the user. Imports nothing large, so that worker processes start fast."""
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -44,6 +45,15 @@ class Problems:
             raise UserError("\n".join(dict.fromkeys(self.sentences)))
 
 
+def as_os_error(error: Exception) -> OSError:
+    """Return the OSError for an error of safetensors or tokenizers that ends in `(os error 28)`. Raise all others."""
+    if isinstance(error, OSError):
+        return error
+    if (match := re.search(r"\(os error (\d+)\)", str(error))) is None:
+        raise error
+    return OSError(int(match[1]), os.strerror(int(match[1])))
+
+
 @contextmanager
 def disk_errors(path: object, remedy: str = "correct that and try again") -> Iterator[None]:
     """Turn disk errors (no permission, no space, no such file) into a `UserError` that ends with `remedy`.
@@ -52,8 +62,10 @@ def disk_errors(path: object, remedy: str = "correct that and try again") -> Ite
         yield
     except BrokenPipeError:  # the program that reads stdout has ended
         raise
-    except OSError as error:
-        subject = f"{error.filename2 or error.filename or path} cannot be read or written ({error.strerror or error})"
+    except Exception as error:
+        problem = as_os_error(error)
+        name = problem.filename2 or problem.filename or path
+        subject = f"{name} cannot be read or written ({problem.strerror or problem})"
         raise UserError(f"{subject}; {remedy}.") from error
 
 

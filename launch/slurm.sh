@@ -20,7 +20,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds to save, of the 300 before t
 trap 'requeue=yes; kill -TERM $!' USR1
 trap '[ -z "$!" ] && exit 143; kill -TERM $!' TERM
 
-case " $*" in *" --overwrite_output_dir"*) # a job that is requeued repeats its command
+case " ${*//-/_}" in *" __overwrite_output_dir"*) # a job that is requeued repeats its command
     echo "error: A requeued job would replace its own run: leave out --overwrite_output_dir, and name a new --output_dir." >&2
     exit 1 ;;
 esac

@@ -301,8 +301,12 @@ def convert(source: str | Path, destination: str | Path, to: str = "gpt2scratch"
             path.unlink()
     except OSError as error:
         raise ModelError(f"{destination} cannot be created ({error.strerror}); use another folder.") from error
-    save(model, tokenizer, workspace)
+    with loading.one_sentence(destination, "cannot be written"):
+        save(model, tokenizer, workspace)
+    mode = (workspace / CONFIG).stat().st_mode
     for path in workspace.iterdir():
+        with suppress(OSError):  # a drive without modes
+            path.chmod(mode)  # only the owner can read safetensors' files
         path.replace(destination / path.name)
     workspace.rmdir()
     return model.config.model_type

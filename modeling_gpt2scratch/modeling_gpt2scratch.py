@@ -255,8 +255,9 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
         Args:
             input_ids: (B, T) token ids, int64 or int32; or give `inputs_embeds`, (B, T, C).
             attention_mask: (B, cached + T), 1 for tokens and 0 for padding, or a prepared 4D mask.
-            position_ids: (B, T); positions that restart within a row mark packed documents, which do not attend to each
-                other. Default: the count of tokens that are not padding.
+            position_ids: (B, T). Default: the count of tokens that are not padding. Without an `attention_mask`, those
+                that restart within a row mark packed documents, which do not attend to each other (FlashAttention:
+                only with B = 1).
             past_key_values: keys and values of earlier calls.
 
         Raises:
@@ -439,6 +440,8 @@ class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
 
 class GPT2ScratchClassifier(GPT2ScratchPreTrainedModel):
     """Base class of classifiers. Transformers' mixins have `forward`, but their `__init__` asks to trust code again."""
+
+    accepts_loss_kwargs = False  # the loss is a mean, which Trainer divides by the micro-batches
 
     def __init__(self, config: GPT2ScratchConfig):
         super().__init__(config)

@@ -11,13 +11,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_gpt2scratch.loading import ModelError, check_tokenizer, load_model, load_tokenizer, one_sentence
 
+CONTEXT = 2048  # tokens of a window, for models whose positions have no limit
 LOWEST_TEMPERATURE = 1e-6  # logits divided by a smaller number may overflow in float32
 
 
 def load_with_tokenizer(
     source: str | Path, dtype: str | torch.dtype = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer. Raise a `ModelError` if one cannot be loaded or they do not match."""
+    """Load a model and its tokenizer. The context of models without a limit, such as Bloom, is set to `CONTEXT`.
+    Raise a `ModelError` if one cannot be loaded or they do not match."""
     model = load_model(source, dtype)  # first: it checks config.json, which the tokenizer reads too
     tokenizer = load_tokenizer(source)
     check_tokenizer(source, model, tokenizer)
@@ -25,6 +27,8 @@ def load_with_tokenizer(
         token = tokenizer.added_tokens_decoder[end]  # some tokenizers add it as a usual one, which is shown as text
         token.special = True
         tokenizer.add_tokens([token], special_tokens=True)
+    if not hasattr(model.config, "max_position_embeddings"):
+        model.config.max_position_embeddings = CONTEXT
     return model, tokenizer
 
 

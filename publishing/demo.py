@@ -65,7 +65,9 @@ class DemoArguments:
         nargs="?",
         const="runs/spaces/static",
     )
-    onnx: Literal["fp32", "q8"] = setting("fp32", "Type of the models of a static page: 32 or 8 bits per weight.")
+    onnx: Literal["fp32", "q8"] | None = setting(
+        None, "Type of the models of a static page: 32 (default) or 8 bits per weight."
+    )
     examples: list[str] = setting([], "Example prompts of a static page; default: those of the runs.", free_text=True)
     cdn: bool = setting(False, "Let a static page load onnxruntime-web from a CDN instead of its own files.")
     private: bool = setting(False, "Create a new Space as private.")
@@ -85,7 +87,7 @@ class DemoArguments:
         for names, is_refused, reason in (
             (("private", "dry_run"), self.space is None, "applies only to a Space; add --space user/name."),
             (("port", "share"), self.space or self.static, "applies only to a page that this machine serves."),
-            (("cdn",), self.static is None, "applies only to a static page; add --static FOLDER."),
+            (("cdn", "examples", "onnx"), self.static is None, "applies only to a static page; add --static FOLDER."),
         ):
             for name in names if is_refused else []:
                 if getattr(self, name):
@@ -170,7 +172,7 @@ def publish(options: DemoArguments) -> None:
 
         groups, examples, _ = find_all(options.models)
         entries = [entry for entry, *_ in groups]
-        write_page(entries, folder, title, options.examples or examples, options.onnx, options.cdn)
+        write_page(entries, folder, title, options.examples or examples, options.onnx or "fp32", options.cdn)
         write_card(folder, SpaceCardData(title=title, sdk=sdk, short_description="Models that run in your browser"))
     if not space.id:
         print(f"Wrote {folder}: serve it with python -m http.server -d {folder}")

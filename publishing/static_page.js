@@ -255,7 +255,7 @@ async function start() {
   find("#tasks").onchange = find("#models").onchange = showTask;
   find("#desk").onsubmit = (event) => (event.preventDefault(), find("#start").hidden || run());
   showTask();
-  (runtime = loadRuntime(true)).catch(report);
+  (runtime = loadRuntime(true).catch(() => loadRuntime(false))).catch(report); // offline, only the latter is kept
 }
 
 function showTask() {

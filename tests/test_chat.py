@@ -180,6 +180,11 @@ def test_split_and_copies_of_chats_follow_their_whole_text(tmp_path):
     train, val = ({*text.split("<|endoftext|>")} - {""} for text in texts)
     assert (len(train), len(val)) == (183, 17)
     half = pretokenize(path, tmp_path / "half", weights=[0.5], **settings)
+    named = half.load_tokenizer()  # a dict of templates, as Transformers loads some
+    named.chat_template = {"default": named.chat_template, "tool_use": "{{ tools }}"}
+    named.save_pretrained(tmp_path / "named")
+    again = pretokenize(path, tmp_path / "again", tokenizer=str(tmp_path / "named"), quiet=True)
+    assert again.load_tokenizer().chat_template == CHATML
     assert 150 < half.metadata.train.documents + half.metadata.val.documents < 250  # without a mark or a hash, none
 
 

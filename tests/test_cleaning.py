@@ -161,6 +161,13 @@ def test_quality_filter_drops_documents_just_beyond_its_threshold(rule, good, ba
     assert cleaner.stats == {f"quality.{rule}": RuleStats(1, len(bad), [" ".join(bad.split())[:160]], dropped=True)}
 
 
+def test_stages_are_applied_in_their_order_not_in_that_of_the_command():
+    page = "\n".join(f"<p>{line}</p>" for line in lines(12))
+    cleaned = Cleaner(["balanced", "quality"])(page)
+    assert cleaned is not None
+    assert Cleaner(["quality", "balanced"])(page) == cleaned
+
+
 def test_every_quality_filter_is_tested():
     # 0.2 of the characters in paragraphs may repeat
     assert failed_filter("\n\n".join(lines(8) + lines(2))) == "quality.in_repeated_lines"

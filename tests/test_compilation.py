@@ -42,6 +42,12 @@ def left(cache: Path) -> set[str]:
     return {path.name.split(".")[0] for path in cache.rglob("*.so")}
 
 
+def test_paths_with_blanks_turn_compilation_for_a_cpu_off(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/my cache")
+    assert "PyTorch cannot compile for a CPU in paths with blanks (" in compilation._missing_to_compile()
+
+
 def test_incomplete_libraries_are_removed(cache):
     remove_incomplete_libraries()
     assert left(cache) == {"whole"}

@@ -336,6 +336,7 @@ def test_a_space_is_published_only_with_public_models(hub, tmp_path, monkeypatch
         (["no/such/run"], "neither a local folder nor a Hub id"),
         (["nobody/nothing"], "nobody/nothing is not a local path"),
         (["RUN", "me/b", "--space", "me/demo"], "is not a model on the Hub.*push_to_hub"),
+        (["me/a", "--examples", "Once"], "--examples applies only to a static page; add --static FOLDER"),
         (["me/a", "--dry_run"], "--dry_run applies only to a Space; add --space user/name"),
         (["me/a", "--space", "me/demo", "--port", "7900"], "--port applies only to a page that this machine serves"),
         (["me/a", "--space", "demo"], "it must be user/name"),

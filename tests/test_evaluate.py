@@ -181,6 +181,8 @@ def test_a_run_is_scored_on_the_tokens_that_it_recorded(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text(prose(1))
     assert evaluate.store_and_masking(str(run), None)[0].folder == recorded
     shutil.rmtree(recorded)
+    sentence = "run no longer exists; name one with --original_data"
+    assert_user_error(sentence, evaluate.store_and_masking, str(run), None, "original_data", may_build=False)
     assert evaluate.store_and_masking(str(run), None)[0].folder != recorded  # of the text as it is now
 
 

@@ -14,6 +14,7 @@ from test_merge import ids_of_documents
 from conftest import assert_user_error, contents, prose, tokenized
 from tokenizer import inspect
 from tokenizer.build import export
+from tokenizer.corpus.units import Corpus, CorpusArguments
 from tokenizer.encoding import vocabulary
 from tokenizer.pretokenize import main
 from tokenizer.store.store import TokenStore
@@ -110,6 +111,8 @@ def test_command_exports_and_packs_new_and_existing_stores(made, tmp_path, capsy
     assert "to unpack it, run `mkdir " in said[1]
     assert contents(unpacked(tmp_path / "books.tar.zst")) == contents(made.folder)
     assert rows(tmp_path / "books-parquet", "train")
+    sentence = "has no files except hidden files, token stores and links"
+    assert_user_error(sentence, Corpus, [str(tmp_path / "books-parquet")], CorpusArguments())
 
 
 def test_uint32_ids_are_exported_unchanged(tmp_path):

@@ -70,7 +70,11 @@ for source in sys.argv[1:]:
     assert (report["missing_keys"], report["unexpected_keys"]) == ({"score.weight", "score.bias"}, set())
     data = [{"input_ids": tokenizer(text).input_ids, "labels": int("a" not in text)} for text in 8 * texts]
     settings = {"max_steps": 30, "learning_rate": 0.01, "report_to": [], "save_strategy": "no", "use_cpu": True}
-    Trainer(model, TrainingArguments(saved, **settings), train_dataset=data, processing_class=tokenizer).train()
+    arguments = TrainingArguments(saved, **settings, gradient_accumulation_steps=2, logging_steps=1)
+    trainer = Trainer(model, arguments, train_dataset=data, processing_class=tokenizer)
+    loss = trainer.evaluate(data)["eval_loss"]
+    trainer.train()
+    assert 0.6 < trainer.state.log_history[0]["loss"] / loss < 1.5  # not the sum of the micro-batches
     model.save_pretrained(saved)
     tokenizer.save_pretrained(saved)
     classify = pipeline("text-classification", saved, **trust)

@@ -238,12 +238,12 @@ def test_resume_command_names_the_launch_file(launch):
     assert result.stdout == f"accelerate launch --quiet {options} train_accelerate.py\n", result.stderr
 
 
-@pytest.mark.parametrize("option", ["--multi_gpu", "--config_file=own.yaml"])
+@pytest.mark.parametrize("option", ["--multi_gpu", "--config_file=own.yaml", "--config_file=/home/me/own.yaml"])
 def test_resume_command_names_the_own_file_and_the_number_of_processes(monkeypatch, option):
     monkeypatch.setattr(psutil.Process, "cmdline", lambda _: [sys.executable, *ACCELERATE, option, *sys.argv])
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    file = " --config_file own.yaml" * ("own" in option)
+    file = option.replace("--config_file=", " --config_file ") * ("own" in option)
     assert launch_command() == f"accelerate launch --quiet{file} --num_processes 2 train_accelerate.py"
     machines = "--num_processes 1 --machine_rank=1 --main_process_ip 10.0.0.1".split()
     monkeypatch.setattr(psutil.Process, "cmdline", lambda _: [sys.executable, *ACCELERATE, *machines, *sys.argv])

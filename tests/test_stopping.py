@@ -203,7 +203,7 @@ def test_the_slurm_script_saves_before_the_time_limit_and_requeues_the_job(tmp_p
     environment = {"PATH": path, "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "7"}
     options = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "text": True}
     command = ["bash", REPOSITORY / "launch" / "slurm.sh", "--data", "my text"]
-    for flag in ("--overwrite_output_dir", "--overwrite_output_dir=true"):  # a requeued job would repeat it
+    for flag in ("--overwrite_output_dir", "--overwrite-output-dir=true"):  # a requeued job would repeat it
         assert subprocess.run([*command, flag], **options, stderr=subprocess.DEVNULL, check=False).returncode == 1
     with subprocess.Popen(command, **options | {"env": environment | {"PAUSE": "0.3"}}) as job:
         wait_until((tmp_path / "started").is_file, 60)
@@ -211,6 +211,17 @@ def test_the_slurm_script_saves_before_the_time_limit_and_requeues_the_job(tmp_p
         assert job.communicate(timeout=60)[0].splitlines() == ["saved", *final_lines]
     assert job.returncode == 1
     assert (tmp_path / "started").read_text().endswith("--num_processes 4 train_accelerate.py --data my text\n")
+
+
+def test_signals_that_a_shell_ignores_stay_ignored(monkeypatch):
+    original = [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)]
+    try:
+        with Stopper(StoppingArguments()):
+            assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)] == [signal.SIG_IGN] * 2
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGHUP), original, strict=True):
+            signal.signal(number, handler)
 
 
 def test_ending_a_forked_child_does_not_request_a_stop():

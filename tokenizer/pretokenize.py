@@ -148,7 +148,7 @@ def pretokenize(data: Any, output: str | Path, **settings: Any) -> TokenStore | 
     `data` is a `Dataset`, an `IterableDataset` or a dict of splits (train, validation) with a text or chat column, a
     path, a Hub id, or a list of these. `settings` are the flags of the command by name. Raise a `UserError` for wrong
     data or settings. From files and from datasets with the same documents in the same order, the tokens are the same to
-    the byte."""
+    the byte if the tokenizer exists, or the text is smaller than `sample_bytes`."""
     datasets, inputs = {}, []
     for number, item in enumerate(_listed(data), 1):
         if not isinstance(item, str | Path):

@@ -49,9 +49,12 @@ from training.report.report import evaluated_run, keep_evaluation, show_evaluati
 from training.runtime.device import keep_accelerate_from_sharding
 
 
-def store_and_masking(model: str, data: str | None, flag: str = "data") -> tuple[TokenStore, bool]:
+def store_and_masking(
+    model: str, data: str | None, flag: str = "data", may_build: bool = True
+) -> tuple[TokenStore, bool]:
     """Return the store to score and whether to mask documents. Both default to the values of the run of `model`.
-    Raise a `UserError`, which names `flag`, if there is neither a run nor a store."""
+    Raise a `UserError`, which names `flag`, if there is neither a run nor a store, or if the run's would be built
+    again and that is not wanted."""
     try:
         run_folder = run_of(Path(model))
     except UserError as error:
@@ -65,6 +68,8 @@ def store_and_masking(model: str, data: str | None, flag: str = "data") -> tuple
     with suppress(UserError):
         identity = load_state(find_checkpoint(run_folder, "last")).settings["data"]
         store = run_data.find_recorded_store(config.data.data, identity)
+    if store is None and not may_build and (store := run_data.find_store(config.recipe)) is None:
+        raise UserError(f"The token store of {run_folder} no longer exists; name one with --{flag}.")
     return store or run_data.open_store(config.recipe, partial(print, file=sys.stderr)), config.batch.mask_documents
 
 

@@ -106,7 +106,8 @@ def original_store(
 ) -> TokenStore | None:
     """Return the store of `original_data`, of the model's `record` or of the run; None if missing and not requested."""
     try:
-        store, _ = store_and_masking(tuning.model, tuning.original_data or record["original_data"], "original_data")
+        data = tuning.original_data or record["original_data"]
+        store, _ = store_and_masking(tuning.model, data, "original_data", may_build=False)
         check_store(source, tokenizer, store)
     except UserError as error:
         if tuning.original_data is not None or tuning.replay_fraction:

@@ -252,6 +252,7 @@ class StoreBuilder:
             return None, [], {}
         tokenizer = self.recipe.existing_tokenizer
         source = None if name is not None else getattr(tokenizer, "chat_template", None)
+        source = source.get("default") if isinstance(source, dict) else source  # the others have other names
         named = (data.chat_template for data in map(find, self.recipe.inputs) if data is not None)
         name = name or next(filter(None, named), None)
         if source is None and name is not None:
@@ -298,6 +299,8 @@ class StoreBuilder:
         ids, _ = kind(self.rust, np.dtype("<u4"))([head.encode()], [encode.NO_TOKEN])
         per_byte = itemsize * len(ids) / max(1, len(head.encode()))
         remedy = "make room or name an --output on another disk"
+        if self.is_cache:
+            remedy = "make room, or tokenize with python -m tokenizer.pretokenize --output on another disk, for --data"
         require_room(self.folder.parent.absolute(), per_byte * size, "The tokens will need about", remedy)
 
     def do_limited_units(self, limit: Limit) -> list[Part]:

@@ -97,7 +97,7 @@ class Cleaner:
 
     def __init__(self, stages: list[str]):
         self._rules: list[tuple[str, Callable[[str], str] | None]] = []  # None means the quality filters
-        for stage in stages:
+        for stage in sorted(stages, key=[*STAGES, "none"].index):
             if stage == "quality":
                 self._rules.append((stage, None))
             elif stage != "none":

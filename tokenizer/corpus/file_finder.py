@@ -16,6 +16,7 @@ from tokenizer.corpus.documents import Counts
 from tokenizer.corpus.named_data import files_of, names
 
 STORE = {"metadata.json", "tokenizer", "train.bin"}  # in the folder of a token store, such as those in data/
+EXPORT = {"README.md", "data", "tokenizer"}  # all of the folder that --export parquet writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class FileFinder:
             self.skipped.note_unreadable(folder, 0, problem)
             return
         entry_names = {entry.name for entry in entries}
-        if entry_names >= STORE:
+        if entry_names >= STORE or entry_names == EXPORT:
             return
         records = _saved_by_datasets(folder, entry_names)
         for entry in sorted(entries, key=lambda entry: entry.name):

@@ -149,6 +149,13 @@ class Corpus:
                     )
                 entries[path] = entry
                 self.files[-1].append(file)
+        for weight, of_entry in zip(self.weights, self.files, strict=True):
+            is_one = len(of_entry) == 1 and arguments.sample_by == "document" and weight % 1
+            if is_one and kind_of(of_entry[0].path, arguments.text_column) == "text":
+                raise UserError(
+                    f"{of_entry[0].path} is one document, of which the weight {weight:g} uses all or nothing; add "
+                    "--sample_by paragraph, or use a whole number."
+                )
 
     @property
     def all_files(self) -> list[TextFile]:

@@ -14,7 +14,6 @@ Format 1 can also be read: its state.json holds step, seed, tokens per step and 
 import errno
 import json
 import os
-import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PureWindowsPath
 from typing import Any, Literal
@@ -110,7 +109,7 @@ def write_checkpoint(
 ) -> Path:
     """Write `folder/step_N`. Nothing of that name exists until the final rename. Older checkpoints are not changed.
     `shell`: a model of the same configuration; its weights are not used. On a full disk, safetensors raises its own
-    kind of error, see `as_os_error`."""
+    kind of error, see `errors.as_os_error`."""
     final = folder / folder_name(state.position.step)  # exists if the run reached this step before a rollback
     moments = {name: tensor for name, tensor in snapshot.tensors.items() if "/" in name}
     weights = {name: tensor for name, tensor in snapshot.tensors.items() if name not in moments}
@@ -122,15 +121,6 @@ def write_checkpoint(
         (partial / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
         _seal(partial, state.position.step)
     return final
-
-
-def as_os_error(error: Exception) -> OSError:
-    """Return the OSError for an error of safetensors or tokenizers that ends in `(os error 28)`. Raise all others."""
-    if isinstance(error, OSError):
-        return error
-    if (match := re.search(r"\(os error (\d+)\)", str(error))) is None:
-        raise error
-    return OSError(int(match[1]), os.strerror(int(match[1])))
 
 
 def _seal(folder: Path, step: int) -> None:

@@ -16,7 +16,6 @@ from tokenizer.store.store import TokenStore
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.run_folder import RunFolder
 
-CONTEXT = 2048  # tokens of a window, for models whose positions have no limit
 limit_tokenizers()
 
 
@@ -66,13 +65,9 @@ def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT
 def load_any_model(
     source: str | Path, dtype: str | torch.dtype = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer like `modeling_gpt2scratch.prompts`, but with `UserError`s. The context of models
-    without a limit, such as Bloom, is set to `CONTEXT`."""
+    """Load a model and its tokenizer like `modeling_gpt2scratch.prompts`, but with `UserError`s."""
     with model_errors():
-        model, tokenizer = prompts.load_with_tokenizer(source, dtype)
-    if not hasattr(model.config, "max_position_embeddings"):
-        model.config.max_position_embeddings = CONTEXT
-    return model, tokenizer
+        return prompts.load_with_tokenizer(source, dtype)
 
 
 def check_store(source: str | Path, tokenizer: PreTrainedTokenizerBase, store: TokenStore) -> None:

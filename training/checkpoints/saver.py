@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from common.errors import UserError, require_room
+from common.errors import UserError, as_os_error, require_room
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from modeling_gpt2scratch.prompts import add_turn_end
 from tokenizer.store.store import TokenStore
@@ -195,7 +195,7 @@ class Saver(AbstractContextManager):
             in_use = self.backup.copying if self.backup is not None else None
             checkpoint.prune(self.folder.checkpoints, self.save_total_limit, self.folder.metrics, in_use)
         except Exception as error:
-            problem = checkpoint.as_os_error(error)
+            problem = as_os_error(error)
             raise UserError(
                 f"The checkpoint of step {step:,} could not be written to {self.folder.checkpoints}: "
                 f"{problem.strerror or problem}; {self.folder.last_good()}. Fix the problem and resume."

@@ -80,8 +80,9 @@ class Stopper:
         self._sent.setblocking(False)
         # The interpreter itself writes the signal number to this socket at any time, so no handler has to run.
         self._wakeup = signal.set_wakeup_fd(self._sent.fileno(), warn_on_full_buffer=False)
-        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        self._handlers = {number: signal.signal(number, _only_note) for number in SIGNALS[: 2 if is_nohup else 3]}
+        # nohup ignores SIGHUP, and a script's `&` Ctrl-C, which is for another program.
+        numbers = [number for number in SIGNALS[1:] if signal.getsignal(number) != signal.SIG_IGN]
+        self._handlers = {number: signal.signal(number, _only_note) for number in (SIGNALS[0], *numbers)}
         self._thread = threading.Thread(target=self._watch, name="stopper", daemon=True)
         self._thread.start()
         die_with_launcher(False)  # from here on, progress is saved first

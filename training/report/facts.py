@@ -95,6 +95,7 @@ def gather(folder: RunFolder) -> dict[str, Any]:
     """Gather the facts from the current files of the run."""
     entries, events = metrics.read_metrics(folder.metrics), metrics.read_events(folder.events)
     command = re.sub(r"(?<=--main_process_ip )\S+", "ADDRESS", launch_command())
+    command = re.sub(r" --config_file ('/[^']*'|/\S+)", "", command)  # a path of this machine
     samples, settings = read_samples(folder.samples), read_yaml(folder.config)
     starts, source = starts_in_force(events), settings.get("init_from")
     environments = [{"step": start["step"], "text": start["environment"]} for start in starts if "environment" in start]

@@ -83,7 +83,9 @@ def _missing_to_compile() -> str:
         (not has_headers, "Python's headers (Python.h)", "python3-dev"),
         (has_gpu and is_missing("CC", "gcc", "clang"), "a C compiler (gcc or clang)", "gcc"),
     ]
-    parts = []
+    parts, paths = [], [torch.__file__, os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())]
+    if not has_gpu and any(map(str.isspace, "".join(paths))):
+        parts.append(f"PyTorch cannot compile for a CPU in paths with blanks ({', '.join(paths)}); move them.")
     if needed := {name: package for is_needed, name, package in requirements if is_needed}:
         parts.append(f"{', '.join(needed)} not found; on Debian and Ubuntu: apt install {' '.join(needed.values())}.")
     if has_gpu and torch.version.hip is None and torch.cuda.get_device_capability() < (7, 0):

@@ -64,6 +64,8 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
             project_dir=output_dir,
             kwargs_handlers=handlers,
         )
+    except NotImplementedError as error:  # several RTX 40 GPUs with a driver that is too old for them
+        raise UserError(" ".join(str(error).split())) from error
     except distributed.DistError as error:
         raise UserError(
             f"The processes of the job did not connect within {ddp_timeout} s (ddp_timeout): "

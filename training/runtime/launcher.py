@@ -37,7 +37,7 @@ def launch_command() -> str:
     processes = os.environ.get("WORLD_SIZE", "1")
     if file.parent.name == "launch":
         file = Path("launch", file.name)
-    options = "" if file == Path() or file.is_absolute() else f" --config_file {quote(str(file))}"
+    options = "" if file == Path() else f" --config_file {quote(str(file))}"
     if processes != "1" or options or launcher_option("num_processes"):  # without a number, all GPUs
         options += f" --num_processes {processes}"
     for name in ("num_machines", "machine_rank", "main_process_ip", "main_process_port"):
