@@ -43,7 +43,7 @@ def left(cache: Path) -> set[str]:
 
 
 def test_paths_with_blanks_turn_compilation_for_a_cpu_off(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/my cache")
     assert "PyTorch cannot compile for a CPU in paths with blanks (" in compilation._missing_to_compile()
 

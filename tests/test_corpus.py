@@ -418,8 +418,8 @@ def test_up_to_one_percent_of_records_can_lack_text(tmp_path, broken):
 def test_a_fraction_of_one_document_is_refused(tmp_path):
     path = str(write(tmp_path / "a.txt", GOOD))
     sentence = "a.txt is one document, of which the weight 0.5 uses all or nothing; add --sample_by paragraph"
-    assert_user_error(sentence, Corpus, [path], CorpusArguments(), [0.5])
-    for arguments, weight in ((CorpusArguments(sample_by="line"), 0.5), (CorpusArguments(), 2.0)):
+    assert_user_error(sentence, Corpus([path], CorpusArguments(), [0.5]).units)
+    for arguments, weight in ((CorpusArguments(sample_by="line"), 0.5), (CorpusArguments(), 1.5)):
         assert Corpus([path], arguments, [weight]).units()
 
 

@@ -98,7 +98,8 @@ class FileFinder:
             self.skipped.note_unreadable(folder, 0, problem)
             return
         entry_names = {entry.name for entry in entries}
-        if entry_names >= STORE or entry_names == EXPORT:
+        is_export = entry_names == EXPORT and any(Path(folder, "data").glob("train-00000-of-*.parquet"))
+        if entry_names >= STORE or is_export:
             return
         records = _saved_by_datasets(folder, entry_names)
         for entry in sorted(entries, key=lambda entry: entry.name):

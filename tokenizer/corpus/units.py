@@ -149,13 +149,6 @@ class Corpus:
                     )
                 entries[path] = entry
                 self.files[-1].append(file)
-        for weight, of_entry in zip(self.weights, self.files, strict=True):
-            is_one = len(of_entry) == 1 and arguments.sample_by == "document" and weight % 1
-            if is_one and kind_of(of_entry[0].path, arguments.text_column) == "text":
-                raise UserError(
-                    f"{of_entry[0].path} is one document, of which the weight {weight:g} uses all or nothing; add "
-                    "--sample_by paragraph, or use a whole number."
-                )
 
     @property
     def all_files(self) -> list[TextFile]:
@@ -226,6 +219,12 @@ class Corpus:
         problems, tables, units, validation = [], [], [], []
         for entry, of_entry, hub, copies in zip(self.inputs, self.files, self.hub, self.weights, strict=True):
             ranges: list[tuple[int, ByteRange]] = []
+            is_one = len(of_entry) == 1 and copies < 1 and self.arguments.sample_by == "document"
+            if is_one and kind_of(of_entry[0].path, self.arguments.text_column) == "text":
+                problems.append(
+                    f"{of_entry[0].path} is one document, of which the weight {copies:g} uses all or nothing; add "
+                    "--sample_by paragraph, or use a whole number."
+                )
             for file in of_entry:
                 try:
                     (validation if file.val else ranges).extend(self._ranges(file))

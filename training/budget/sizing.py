@@ -182,7 +182,8 @@ def resolve(
     sizes = store.metadata.vocab_size, store.metadata.train.tokens, store.metadata.val.tokens
     sizing = Sizer(config, accelerator, setup, sizes).choose(usage, tokenization, sample)
     settings = sizing.option.settings
-    if sizing.deadline is not None and continues and (done := on_main(accelerator, lambda: _steps_done(config))):
+    adds_steps = sizing.deadline is not None and continues and not config.cost.plan  # a plan is of the new steps
+    if adds_steps and (done := on_main(accelerator, lambda: _steps_done(config))):
         most_steps = int(sizing.option.most_tokens / settings["tokens_per_step"])
         settings = settings | {"max_steps": min(done + settings["max_steps"], most_steps)}
     return config.with_settings(settings), sizing
@@ -474,7 +475,7 @@ def _steps_done(config: TrainConfig) -> int:
     source, own = config.run.resume_from_checkpoint, earlier_run(config.run.folder, config.backup.backup_dir)
     done = own.newest_step() if own is not None and not config.run.overwrite_output_dir else 0
     if source is None or done:
-        return 0 if config.cost.plan else done  # a plan is for the whole budget
+        return done
     return step_of(path) if is_checkpoint(path := Path(source)) else RunFolder(run_of(path)).newest_step()
 
 

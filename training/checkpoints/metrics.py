@@ -132,7 +132,8 @@ def seconds_until(entries: list[dict[str, Any]], first_step: int) -> dict[int, f
     """Return the training seconds until each logged step, from the tokens and the speed of each log line. `first_step`:
     0, or the step of the other run's checkpoint that this one branched off from."""
     seconds, until = 0.0, {}
-    tokens = next((entry["tokens"] * first_step / entry["step"] for entry in entries if "tokens" in entry), 0)
+    step, tokens = next(((entry["step"], entry["tokens"]) for entry in entries if "tokens" in entry), (0, 0))
+    tokens *= first_step / step if first_step < step else 0  # the event of the first start may be lost
     for entry in entries:
         if "tokens_per_second" in entry:
             seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]

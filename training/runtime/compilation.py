@@ -84,7 +84,7 @@ def _missing_to_compile() -> str:
         (has_gpu and is_missing("CC", "gcc", "clang"), "a C compiler (gcc or clang)", "gcc"),
     ]
     parts, paths = [], [torch.__file__, os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())]
-    if not has_gpu and any(map(str.isspace, "".join(paths))):
+    if not torch.accelerator.is_available() and any(map(str.isspace, "".join(paths))):
         parts.append(f"PyTorch cannot compile for a CPU in paths with blanks ({', '.join(paths)}); move them.")
     if needed := {name: package for is_needed, name, package in requirements if is_needed}:
         parts.append(f"{', '.join(needed)} not found; on Debian and Ubuntu: apt install {' '.join(needed.values())}.")
