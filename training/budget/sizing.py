@@ -362,6 +362,7 @@ class Sizer:
         model, parameters = self._arguments(depth), size_of(self._model(depth)).products
         is_small = self.family == "modern" and parameters <= scaling.SMALL_MODEL and not self.config.run.init_from
         is_bpe = self.vocab_size >= scaling.SMALLEST_VOCABULARY  # characters repeat too often to be found again
+        has_circuit = is_small and is_bpe and steps * batch <= scaling.CIRCUIT_TOKENS
         second_weight = self.given.get("second_target_weight", scaling.SECOND_TARGET_WEIGHT if is_small else None)
         settings = self.architecture | {
             "tokens_per_step": batch,
@@ -375,7 +376,7 @@ class Sizer:
             "second_target_weight": second_weight,
             # A number, so that the settings of a run whose length follows the measured speed give the same weights.
             "second_target_steps": max(1, round(SECOND_TARGET_SHARE * steps)) if second_weight else None,
-            "induction_init": is_small and is_bpe and not any(induction_problems(model)),
+            "induction_init": has_circuit and not any(induction_problems(model)),
             "load_best_model_at_end": steps * batch > self.tokens,
         }
         if (self.architecture | self.given).get("optimizer", "adamw") == "adamw":
