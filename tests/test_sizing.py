@@ -131,12 +131,11 @@ def test_small_new_models_of_the_modern_family_have_second_targets_and_a_circuit
     assert choices == weights
     assert not choice(store, "--depth 4", 1e8).config.optim.induction_init  # a vocabulary as small as of characters
     monkeypatch.setattr(scaling, "SMALLEST_VOCABULARY", 200)
+    assert not choice(store, "--depth 4", 1e8).config.optim.induction_init  # 34M tokens
+    monkeypatch.setattr(scaling, "CIRCUIT_TOKENS", 40e6)
     circuits = {depth: choice(store, f"--depth {depth}", 1e8).config.optim.induction_init for depth in weights}
     assert circuits == {"4": True, "5": False, "4 --family gpt2": False, "4 --second_target_weight 0.2": True}
     assert not choice(store, "--depth 1", 1e8).config.optim.induction_init  # it needs two layers
-    with monkeypatch.context() as patch:
-        patch.setattr(scaling, "CIRCUIT_TOKENS", 1000)
-        assert not choice(store, "--depth 4", 1e8).config.optim.induction_init
     config = choice(store, "--depth 4", 1e8).config
     assert config.optim.second_target_steps == round(0.6 * config.length.max_steps)
     large = choice(store, "--depth 5 --second_target_weight 0.2", 1e8).config

@@ -178,7 +178,8 @@ def test_missing_disk_space_is_reported_before_the_work(tmp_path, monkeypatch, w
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text("x" * 10**6)
     vocabulary = VocabularyArguments(tokenizer_type="character")
-    recipe = Recipe([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")], vocabulary=vocabulary, weights=weights)
+    corpus = CorpusArguments(sample_by="line")
+    recipe = Recipe([f"{tmp_path}/a.txt", f"{tmp_path}/b.txt"], corpus, vocabulary, weights=weights)
     for free, fits in ((needed * 2 * 10**6 - 9, False), (needed * 2 * 10**6 + 9, True)):
         monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: shutil._ntuple_diskusage(0, 0, free))
         builder = StoreBuilder(recipe, tmp_path / "store", lambda text: None, Workers(1))
