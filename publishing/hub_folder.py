@@ -54,9 +54,7 @@ def assemble(
     if (path := destination / GENERATION).is_file():
         _set(path, "eos_token_id", model.generation_config.eos_token_id)  # the tokens that end a text
     for path in destination.rglob("tokenizer_config.json"):
-        settings = json.loads(path.read_text(encoding="utf-8"))
-        if settings.pop("auto_map", None) is not None:  # code of the tokenizer's author
-            write_atomic(path, json.dumps(settings, indent=2) + "\n")
+        _set(path, "auto_map", None)  # code of the tokenizer's author
     for plot in release.plots:
         shutil.copy(plot, destination / plot.name)
     gguf, name = [], repository.id.split("/")[1]
@@ -90,7 +88,8 @@ def check_native(folder: Path) -> None:
 
 
 def _set(path: Path, name: str, value: Any) -> None:
-    """Write a setting into a JSON file, unless the file already has it."""
+    """Write a setting into a JSON file, or remove it if `value` is None, unless the file already agrees."""
     settings = json.loads(path.read_text(encoding="utf-8"))
-    if settings.get(name) != value:
-        write_atomic(path, json.dumps(settings | {name: value}, indent=2) + "\n")
+    if settings.pop(name, None) != value:
+        settings |= {name: value} if value is not None else {}
+        write_atomic(path, json.dumps(settings, indent=2) + "\n")

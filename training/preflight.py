@@ -137,10 +137,11 @@ def recorded_data(config: TrainConfig) -> str | None:
     source, is_new = config.run.resume_from_checkpoint, config.run.overwrite_output_dir
     if "data" in config.settings.allowed or (is_new and source is None and not restarted().get("has_begun")):
         return None
+    if source is not None and is_checkpoint(Path(source)):
+        return load_state(Path(source)).settings.get("data")
     own = earlier_run(config.run.folder, config.backup.backup_dir)
     folder = own if source is None else RunFolder(run_of(Path(source)))
-    checkpoints = complete_checkpoints(folder.checkpoints) if folder is not None else []
-    for checkpoint in [Path(source)] if source is not None and is_checkpoint(Path(source)) else checkpoints[::-1]:
+    for checkpoint in reversed(complete_checkpoints(folder.checkpoints) if folder is not None else []):
         with suppress(UserError):
             return load_state(checkpoint).settings.get("data")
     return None

@@ -144,8 +144,7 @@ def summarize_run(folder: RunFolder) -> dict[str, Any]:
     end = datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if entries and state == "running" else None
     run = {"entries": entries, "last": newest, "state": state, "hours": hours(events, end)}
     run["seconds_until"] = metrics.seconds_until(entries, first_step(events))
-    run["settings"] = {"hourly_price": None, "max_steps": None} | settings
-    return run | {"planned": estimates[-1]["steps"], "text": str(data.get("val"))}
+    return run | {"settings": settings, "planned": estimates[-1]["steps"], "text": str(data.get("val"))}
 
 
 def evenly(items: list[Any], limit: int) -> list[Any]:
