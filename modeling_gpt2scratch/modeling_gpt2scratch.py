@@ -78,11 +78,13 @@ def rotary_embedding(config: GPT2ScratchConfig, position_ids: torch.Tensor) -> t
         return None
     hs, rope, device = config.n_embd // config.n_head, config.rope_parameters, position_ids.device
     exponents = torch.arange(0, hs, 2, device=device, dtype=torch.float32) / hs
-    frequencies, scale = 1.0 / rope["rope_theta"] ** exponents, 1.0  # (hs / 2,)
+    frequencies, scale = 1.0 / rope["rope_theta"] ** exponents, None  # (hs / 2,)
     if rope["rope_type"] != "default":
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device)
     angles = position_ids[:, :, None, None].float() * frequencies
-    return angles.cos() * scale, angles.sin() * scale
+    cosine, sine = angles.cos(), angles.sin()
+    # A product with 1 would cost a compiled step on a GPU four more kernels per block.
+    return (cosine, sine) if scale is None else (cosine * scale, sine * scale)
 
 
 def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:

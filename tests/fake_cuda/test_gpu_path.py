@@ -151,7 +151,17 @@ def test_a_run_out_of_memory_restarts_in_a_fresh_process_with_half_the_micro_bat
 
 
 def test_the_host_copy_of_a_checkpoint_is_pinned_and_only_as_large_as_needed(stores, tmp_path):
-    flags = ("--data", stores / "32000", "--output_dir", tmp_path / "run", "--n_embd", "320", "--max_steps", "1")
+    flags = (
+        "--data",
+        stores / "32000",
+        "--output_dir",
+        tmp_path / "run",
+        "--n_embd",
+        "320",
+        "--max_steps",
+        "1",
+        "--verbose",
+    )
     log = tmp_path / "log"
     done = on_card("H100", HERE / "observed_run.py", tmp_path / "seen.json", *SMALL, *flags, FAKE_GPU_LOG=log)
     assert done.returncode == 0, done.stderr[-3000:]
