@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.contestants import rows_one_by_one
 from benchmarks.results import about, write
 from training.data.batches import BatchPlan, TrainBatches, WindowOrder
 from training.data.tokens import Documents, MemoryMap, Tokens
@@ -25,15 +26,6 @@ from training.data.tokens import Documents, MemoryMap, Tokens
 ROWS, CONTEXT, N_TOKENS, VOCAB_SIZE = 64, 512, 200_000_000, 50_000
 BATCHES, COLD_BATCHES, STEP_SECONDS = 2000, 200, 0.02
 CPU = torch.device("cpu")
-
-
-def nanogpt(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read a batch like nanoGPT's get_batch: map the file again for each batch, and read the rows in a Python loop."""
-    data = np.memmap(path, dtype=np.uint16, mode="r")
-    at = torch.randint(len(data) - CONTEXT, (ROWS,))
-    x = torch.stack([torch.from_numpy(data[i : i + CONTEXT].astype(np.int64)) for i in at])
-    y = torch.stack([torch.from_numpy(data[i + 1 : i + 1 + CONTEXT].astype(np.int64)) for i in at])
-    return x, y
 
 
 def timed(get: Callable[[int], object], count: int, before: Callable[[int], None] = lambda i: None) -> dict[str, float]:
@@ -60,6 +52,7 @@ def measure(path: Path) -> dict[str, dict[str, float]]:
     documents = Documents(np.append(np.arange(0, N_TOKENS, 700), N_TOKENS), has_eos=True)
     in_ram = torch.from_numpy(ids.view("<i2"))
     file = MemoryMap(path, "uint16", VOCAB_SIZE)
+    nanogpt = rows_one_by_one(lambda: np.memmap(path, dtype=np.uint16, mode="r"), ROWS, CONTEXT, CPU)
     ram, masked, mapped = (
         TrainBatches(tokens, order, plan, rank=0)
         for tokens in (Tokens(in_ram, CPU), Tokens(in_ram, CPU, documents), Tokens(file.tensor(), CPU, file=file))
@@ -81,8 +74,8 @@ def measure(path: Path) -> dict[str, dict[str, float]]:
         "ram_mask_documents": timed(lambda i: masked(i, 0), BATCHES),
         "memory_map": timed(lambda i: mapped(i, 0), BATCHES),
         "memory_map_cold": timed(lambda i: mapped(i, 0), COLD_BATCHES, before_a_step),
-        "nanogpt_get_batch": timed(lambda i: nanogpt(path), BATCHES),
-        "nanogpt_get_batch_cold": timed(lambda i: nanogpt(path), COLD_BATCHES, lambda i: forget()),
+        "nanogpt_get_batch": timed(lambda i: nanogpt(), BATCHES),
+        "nanogpt_get_batch_cold": timed(lambda i: nanogpt(), COLD_BATCHES, lambda i: forget()),
     }
 
 

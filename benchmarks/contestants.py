@@ -2,7 +2,7 @@
 
 python -m benchmarks.contestants FOLDER '{"contestant": "raw", ...}'
 
-FOLDER holds workload.json and store/. Prints one JSON line: the seconds per step of each window, and the peak memory.
+FOLDER holds store/. Prints one JSON line: the seconds per step of each window, and the peak memory.
 """
 
 import json
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import torch._dynamo.utils
 import transformers
+from torch.utils.benchmark import Timer, timer  # `timer` waits for the device
 
 from benchmarks.results import REPOSITORY, as_flags, run_python
 from benchmarks.workload import Workload
@@ -58,27 +59,19 @@ class Rung:
 
 def measured(step: Callable[[int], object], measurement: Measurement) -> dict[str, Any]:
     """Time `step`, which receives its number. The device is synchronized only at both ends of a window."""
-
-    def wait() -> None:
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-
-    start = time.perf_counter()
+    start = timer()
     step(0)
-    wait()
-    first = time.perf_counter() - start
+    first = timer() - start
     for number in range(1, measurement.warmup):
         step(number)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     seconds, number = [], measurement.warmup
     for _ in range(measurement.windows):
-        wait()
-        start = time.perf_counter()
+        start = timer()
         for _ in range(measurement.steps):
             step(number)
             number += 1
-        wait()
-        seconds.append((time.perf_counter() - start) / measurement.steps)
+        seconds.append((timer() - start) / measurement.steps)
     return {
         "seconds_a_step": seconds,
         "seconds_of_the_first_step": first,
@@ -94,19 +87,20 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def rows_one_by_one(read: Callable[[], np.ndarray], workload: Workload) -> Callable[[], tuple[torch.Tensor, ...]]:
+def rows_one_by_one(
+    read: Callable[[], np.ndarray], sequences: int, context: int, device: torch.device = DEVICE
+) -> Callable[[], tuple[torch.Tensor, ...]]:
     """Return a builder of batches like nanoGPT's `get_batch`: random positions, a loop over rows, pinned for a GPU."""
-    context = workload.n_positions
 
     def batch() -> tuple[torch.Tensor, ...]:
         data = read()
-        places = torch.randint(len(data) - context, (workload.sequences,))
+        places = torch.randint(len(data) - context, (sequences,))
         pairs = (
             torch.stack([torch.from_numpy(data[i + shift : i + shift + context].astype(np.int64)) for i in places])
             for shift in (0, 1)
         )
-        if DEVICE.type == "cuda":
-            return tuple(rows.pin_memory().to(DEVICE, non_blocking=True) for rows in pairs)
+        if device.type == "cuda":
+            return tuple(rows.pin_memory().to(device, non_blocking=True) for rows in pairs)
         return tuple(pairs)
 
     return batch
@@ -223,7 +217,7 @@ def raw(folder: Path, workload: Workload, measurement: Measurement, more: dict[s
     else:
         in_ram = store.in_memory("train")
         read = memory_map(folder) if rung.batches == "memory_map_loop" else lambda: in_ram
-        rows = rows_one_by_one(read, workload)
+        rows = rows_one_by_one(read, workload.sequences, workload.n_positions)
         batch = lambda number: rows()  # noqa: E731
 
     def step(number: int) -> None:
@@ -262,7 +256,7 @@ def nanogpt(folder: Path, workload: Workload, measurement: Measurement, more: di
     autocast = (
         torch.autocast(DEVICE.type, torch.bfloat16) if DEVICE.type == "cuda" or more.get("bf16") else nullcontext()
     )
-    get_batch = rows_one_by_one(memory_map(folder), workload)
+    get_batch = rows_one_by_one(memory_map(folder), workload.sequences, workload.n_positions)
     following = [get_batch()]
 
     def step(number: int) -> None:
@@ -279,20 +273,6 @@ def nanogpt(folder: Path, workload: Workload, measurement: Measurement, more: di
             loss.item()
 
     return measured(step, measurement)
-
-
-class Windows(torch.utils.data.Dataset):
-    """Dataset for Trainer: rows of token ids in RAM, which are also their labels."""
-
-    def __init__(self, folder: Path, context: int):
-        ids = np.fromfile(folder / "store" / "train.bin", dtype=np.uint16)
-        self.rows = torch.from_numpy(ids[: len(ids) // context * context].astype(np.int64)).view(-1, context)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
 def trainer(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
@@ -319,22 +299,20 @@ def trainer(folder: Path, workload: Workload, measurement: Measurement, more: di
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, use_cache=False))
     arguments = transformers.TrainingArguments(**settings)
 
-    class Clock(transformers.TrainerCallback):
-        def __init__(self):
-            self.times: list[float] = []
+    times: list[float] = []
 
+    class Clock(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             done = state.global_step - measurement.warmup
             if done >= 0 and done % measurement.steps == 0:
-                if DEVICE.type == "cuda":
-                    torch.cuda.synchronize()
-                self.times.append(time.perf_counter())
+                times.append(timer())
 
-    clock = Clock()
-    dataset = Windows(folder, workload.n_positions)
-    transformers.Trainer(model, arguments, train_dataset=dataset, callbacks=[clock]).train()
+    ids = torch.from_numpy(np.fromfile(folder / "store" / "train.bin", dtype=np.uint16).astype(np.int64))
+    rows = ids.unfold(0, workload.n_positions, workload.n_positions)
+    dataset = [{"input_ids": row, "labels": row} for row in rows]
+    transformers.Trainer(model, arguments, train_dataset=dataset, callbacks=[Clock()]).train()
     return {
-        "seconds_a_step": (np.diff(clock.times) / measurement.steps).tolist(),
+        "seconds_a_step": (np.diff(times) / measurement.steps).tolist(),
         "peak_memory_bytes": peak_memory(),
     }
 
@@ -348,19 +326,9 @@ def ceilings(folder: Path, workload: Workload, measurement: Measurement, more: d
 
     def rate(work: Callable[[], object], amount: float) -> float:
         """Return the best of five rates, in `amount` per second. Each timing covers about 0.05 s of work or more."""
-        repeats = max(1, math.ceil(0.05 / measured_once(work)))
-        return max(amount * repeats / measured_once(lambda: [work() for _ in range(repeats)]) for _ in range(5))
-
-    def measured_once(work: Callable[[], object]) -> float:
-        for timed in (False, True):
-            if DEVICE.type == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            if timed or DEVICE.type == "cpu":
-                work()
-            if DEVICE.type == "cuda":
-                torch.cuda.synchronize()
-        return time.perf_counter() - start
+        timing = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+        repeats = math.ceil(0.05 / timing.timeit(1).mean)
+        return amount / min(timing.timeit(repeats).mean for _ in range(5))
 
     found = {}
     for name, (m, k, n) in shapes.items():
@@ -375,10 +343,10 @@ def ceilings(folder: Path, workload: Workload, measurement: Measurement, more: d
 CONTESTANTS = {"ours": ours, "raw": raw, "nanogpt": nanogpt, "trainer": trainer, "ceilings": ceilings}
 
 
-def compete(folder: Path, measurement: Measurement, contestant: str, **more: Any) -> dict[str, Any]:
+def compete(folder: Path, workload: Workload, measurement: Measurement, contestant: str, **more: Any) -> dict[str, Any]:
     """Run a contestant in a fresh process and return the result that it printed."""
-    request = json.dumps({"contestant": contestant, "measurement": vars(measurement), "more": more})
-    result = run_python("-m", "benchmarks.contestants", folder, request, capture_output=True, check=False)
+    request = {"contestant": contestant, "workload": vars(workload), "measurement": vars(measurement), "more": more}
+    result = run_python("-m", "benchmarks.contestants", folder, json.dumps(request), capture_output=True, check=False)
     if result.returncode:
         sys.exit(f"{contestant} {more} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
     return json.loads(result.stdout.splitlines()[-1])
@@ -389,7 +357,7 @@ def main() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     folder, request = Path(sys.argv[1]), json.loads(sys.argv[2])
     run = CONTESTANTS[request["contestant"]]
-    result = run(folder, Workload.read(folder), Measurement(**request["measurement"]), request["more"])
+    result = run(folder, Workload(**request["workload"]), Measurement(**request["measurement"]), request["more"])
     print("\n" + json.dumps(result))
 
 

@@ -67,11 +67,10 @@ def main(arguments: list[str]) -> None:
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         make_store(folder / "store", workload.vocab_size)
-        workload.write(folder)
         for _ in range(options.rounds):
             for group, rungs in groups.items():
                 for name, rung in rungs.items():
-                    found = compete(folder, measurement, "raw", **asdict(rung))
+                    found = compete(folder, workload, measurement, "raw", **asdict(rung))
                     measured.setdefault((group, name), []).append(found)
                     speed = workload.tokens / median(found["seconds_a_step"])
                     print(f"{group}: {name}: {speed:,.0f} tokens/s", flush=True)

@@ -146,38 +146,33 @@ def texts(n_bytes: int) -> Iterator[str]:
 
 def timed(command: list[str], folder: Path, n_bytes: int, output: Path, repeats: int) -> dict[str, float]:
     """Return the seconds of the fastest run, and the peak private memory of the process and its children together."""
-    runs = []
-    for _ in range(repeats):
-        shutil.rmtree(folder / "hf", ignore_errors=True)  # so that the peers find no cached results
-        shutil.rmtree(output, ignore_errors=True)
-        runs.append(_timed_once(command, folder))
-    best = min(run["seconds"] for run in runs)
-    return {
-        "seconds": best,
-        "mb_per_second": round(n_bytes / 1e6 / best, 2),
-        "peak_memory_mb": max(run["peak_memory_mb"] for run in runs),
-    }
-
-
-def _timed_once(command: list[str], folder: Path) -> dict[str, float]:
     environment = os.environ | {
         "HF_HOME": str(folder / "hf"),
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    os.sync()  # so that pending writes of the previous system delay no other
-    start, peak = time.perf_counter(), 0
-    with (folder / "errors.txt").open("w+b") as errors:
-        process = psutil.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
-        while process.poll() is None:
-            peak = max(peak, _private_memory(process))
-            with suppress(psutil.TimeoutExpired):
-                process.wait(timeout=0.5)
-        seconds = time.perf_counter() - start
-        if process.returncode:
-            errors.seek(0)
-            raise UserError(f"{' '.join(command)[:200]} failed: {errors.read().decode()[-2000:]}")
-    return {"seconds": round(seconds, 2), "peak_memory_mb": round(peak / 1e6)}
+    seconds, peak = [], 0
+    for _ in range(repeats):
+        shutil.rmtree(folder / "hf", ignore_errors=True)  # so that the peers find no cached results
+        shutil.rmtree(output, ignore_errors=True)
+        os.sync()  # so that pending writes of the previous system delay no other
+        start = time.perf_counter()
+        with (folder / "errors.txt").open("w+b") as errors:
+            process = psutil.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
+            while process.poll() is None:
+                peak = max(peak, _private_memory(process))
+                with suppress(psutil.TimeoutExpired):
+                    process.wait(timeout=0.5)
+            seconds.append(time.perf_counter() - start)
+            if process.returncode:
+                errors.seek(0)
+                raise UserError(f"{' '.join(command)[:200]} failed: {errors.read().decode()[-2000:]}")
+    best = round(min(seconds), 2)
+    return {
+        "seconds": best,
+        "mb_per_second": round(n_bytes / 1e6 / best, 2),
+        "peak_memory_mb": round(peak / 1e6),
+    }
 
 
 def _private_memory(root: psutil.Process) -> int:

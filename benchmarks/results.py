@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 
 from common.atomic import write_atomic
@@ -22,25 +23,18 @@ PACKAGES = ("torch", "transformers", "accelerate")
 
 
 def device_kind() -> str:
-    import torch
-
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def device_name() -> str:
-    import torch
-
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores, {cpu_name()}"
 
 
 def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
 
 
 def about(module: str, arguments: list[str]) -> dict[str, Any]:

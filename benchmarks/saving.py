@@ -21,19 +21,11 @@ from training.checkpoints.metrics import read_events, read_metrics
 
 @dataclass
 class SavingArguments:
-    data: str | None = setting(
-        None, "Token store with a vocabulary of 32,000 tokens; default: one built from Python's sources."
-    )
+    data: str = setting("python-standard-library", "Text, or a token store with a vocabulary of 32,000 tokens.")
     tokens_per_step: int = setting(1024, "Tokens per step.", minimum=1)
     steps: int = setting(24, "Steps of the run.", minimum=1)
     save_steps: int = setting(8, "Steps between checkpoints.", minimum=1)
     torch_compile: str = setting("false", "As in train_accelerate.py.")
-
-
-def make_store(folder: Path) -> Path:
-    flags = {"input": "python-standard-library", "output": folder / "store", "vocab_size": 32000}
-    run_python("-m", "tokenizer.pretokenize", *as_flags(flags))
-    return folder / "store"
 
 
 def main(arguments: list[str]) -> None:
@@ -42,7 +34,7 @@ def main(arguments: list[str]) -> None:
         folder = Path(scratch) / "run"
         settings = {
             "config": "presets/gpt2_small_seed.yaml",
-            "data": options.data or make_store(Path(scratch)),
+            "data": options.data,
             "vocab_size": 32000,
             "output_dir": folder,
             "tokens_per_step": options.tokens_per_step,

@@ -20,19 +20,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from benchmarks import results
 from benchmarks.performance import DOCS, measured_on, table, with_results
-from benchmarks.results import (
-    REPOSITORY,
-    RESULTS,
-    about,
-    as_flags,
-    commit,
-    key,
-    read_runs,
-    require_same_machine,
-    run_python,
-    write_runs,
-)
+from benchmarks.results import RESULTS, about, as_flags, key, read_runs, require_same_machine, run_python, write_runs
 from common import command_line
 from common.errors import UserError
 from common.limits import setting
@@ -58,7 +48,7 @@ class SmallDataArguments:
 
 def token_store(options: SmallDataArguments) -> Path:
     """Return the store of the first megabytes of the text, of which a tenth, in whole documents, is held out."""
-    store = REPOSITORY / f"data/{name_of(options.data)}-{options.megabytes:g}mb"
+    store = results.REPOSITORY / f"data/{name_of(options.data)}-{options.megabytes:g}mb"
     if not is_store(str(store)):
         settings = {"max_bytes": f"{options.megabytes:g}MB", "validation_fraction": 0.1, "vocab_size": 2048}
         run_python("-m", "tokenizer.pretokenize", *as_flags({"input": options.data, "output": store} | settings))
@@ -111,16 +101,17 @@ def train(options: SmallDataArguments, arguments: list[str]) -> None:
     path = RESULTS / f"small-data-{store.name}.jsonl"
     head, runs = read_runs(path, "run")
     tokens = json.loads((store / "metadata.json").read_text(encoding="utf-8"))["train"]["tokens"]
-    head = head or about("small_data", arguments) | {"data": store.name, "train_tokens": tokens, "commit": commit()}
+    facts = {"data": store.name, "train_tokens": tokens, "commit": results.commit()}
+    head = head or about("small_data", arguments) | facts
     require_same_machine(path, head)
     plan = [{"arm": arm, "flops": flops, "seed": seed} for seed in options.seeds for arm in ARMS]
 
     with tempfile.TemporaryDirectory() as scratch:
         earlier = Path(scratch) / "earlier"
-        subprocess.run(["git", "worktree", "add", "--detach", earlier, EARLIER], cwd=REPOSITORY, check=True)
+        subprocess.run(["git", "worktree", "add", "--detach", earlier, EARLIER], cwd=results.REPOSITORY, check=True)
 
         def work(run: dict[str, Any]) -> None:
-            row = measure(run, store, earlier if run["arm"] == "the earlier rule" else REPOSITORY)
+            row = measure(run, store, earlier if run["arm"] == "the earlier rule" else results.REPOSITORY)
             runs[key(run)] = row
             write_runs(path, head, runs)
             print(f"{key(run)}: {row['bits_per_byte']:.4f} bits per byte, {row['seconds']} s", flush=True)
@@ -129,7 +120,7 @@ def train(options: SmallDataArguments, arguments: list[str]) -> None:
             with ThreadPoolExecutor(options.workers) as pool:
                 list(pool.map(work, [run for run in plan if key(run) not in runs]))  # raises the error of a failed run
         finally:
-            subprocess.run(["git", "worktree", "remove", "--force", earlier], cwd=REPOSITORY, check=True)
+            subprocess.run(["git", "worktree", "remove", "--force", earlier], cwd=results.REPOSITORY, check=True)
 
 
 def page() -> str:

@@ -29,17 +29,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import results
 from benchmarks.performance import DOCS, measured_on, table, with_results
-from benchmarks.results import (
-    REPOSITORY,
-    about,
-    as_flags,
-    device_kind,
-    key,
-    read_runs,
-    require_same_machine,
-    run_python,
-    write_runs,
-)
+from benchmarks.results import as_flags, device_kind, key, read_runs, require_same_machine, run_python, write_runs
 from common import command_line
 from common.errors import UserError
 from common.limits import setting
@@ -210,7 +200,7 @@ def measure(run: Run, store: str) -> dict[str, Any]:
         command += flags({"data": store, "output_dir": folder} | run)
         environment, start = os.environ | {"OMP_NUM_THREADS": "1"}, time.perf_counter()
         with output.open("wb") as file:
-            process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=file, stderr=file)
+            process = subprocess.Popen(command, cwd=results.REPOSITORY, env=environment, stdout=file, stderr=file)
             _, status, usage = os.wait4(process.pid, 0)  # the only call that returns the CPU time of one child
         process.returncode, seconds = os.waitstatus_to_exitcode(status), time.perf_counter() - start
         if process.returncode != 0:
@@ -231,7 +221,7 @@ def measure(run: Run, store: str) -> dict[str, Any]:
 
 def token_store(data: str) -> str:
     """Return the token store of `data`. Text becomes a store in the same way as in presets/quickstart.yaml."""
-    store = data if is_store(data) else str(REPOSITORY / f"data/tokens-to-loss-{name_of(data)}")
+    store = data if is_store(data) else str(results.REPOSITORY / f"data/tokens-to-loss-{name_of(data)}")
     if not is_store(store):
         settings = ["--vocab_size", "2048", "--validation_fraction", "0.05"]
         run_python("-m", "tokenizer.pretokenize", "--input", data, "--output", store, *settings)
@@ -243,7 +233,7 @@ def begin(options: ProofArguments, arguments: list[str]) -> dict[str, Any]:
     metadata = json.loads((Path(token_store(options.data)) / "metadata.json").read_text(encoding="utf-8"))
     tokens = min(options.tokens or TOKENS, metadata["train"]["tokens"]) // UNIT * UNIT
     text = {"data": name_of(options.data), "vocab_size": metadata["vocab_size"], "sha256": metadata["train"]["sha256"]}
-    return about("tokens_to_loss", arguments) | text | {"tokens": tokens, "seed": options.seed}
+    return results.about("tokens_to_loss", arguments) | text | {"tokens": tokens, "seed": options.seed}
 
 
 def main(arguments: list[str]) -> None:
@@ -272,7 +262,12 @@ def main(arguments: list[str]) -> None:
                     print(f"{stage.title}: {settings}: loss {result['eval_loss']:.4f}, {seconds:.0f} CPU seconds")
         for done in futures:
             done.result()  # raises the error of a failed run, after the other runs are kept
-    write_page()
+    (DOCS / "tokens_to_loss.md").write_text(page(), encoding="utf-8")
+    for path in sorted(results.RESULTS.glob(FILES)):
+        head, found = read_runs(path, "settings")
+        if RESULT in (stages := progress(head, found)[0]):
+            draw(stages[RESULT], found, DOCS / f"{path.stem}.png")
+    print("docs/tokens_to_loss.md is written.")
 
 
 def page() -> str:
@@ -337,15 +332,6 @@ def draw(stage: Stage, found: dict[str, dict], path: Path) -> None:
         panels[0].set_ylabel("validation loss (nats per token)")
         panels[1].legend()
         figure.savefig(path)
-
-
-def write_page() -> None:
-    (DOCS / "tokens_to_loss.md").write_text(page(), encoding="utf-8")
-    for path in sorted(results.RESULTS.glob(FILES)):
-        head, found = read_runs(path, "settings")
-        if RESULT in (stages := progress(head, found)[0]):
-            draw(stages[RESULT], found, DOCS / f"{path.stem}.png")
-    print("docs/tokens_to_loss.md is written.")
 
 
 if __name__ == "__main__":

@@ -72,15 +72,14 @@ def main(arguments: list[str]) -> None:
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         make_store(folder / "store", workload.vocab_size)
-        workload.write(folder)
         for _ in range(options.rounds):
-            ceilings.append(compete(folder, measurement, "ceilings"))
+            ceilings.append(compete(folder, workload, measurement, "ceilings"))
             for name, given in entered.items():
-                found = compete(folder, measurement, **given)
+                found = compete(folder, workload, measurement, **given)
                 measured[name].append(found)
                 tokens = spread([workload.tokens / seconds for seconds in found["seconds_a_step"]])["median"]
                 print(f"{name}: {tokens:,.0f} tokens/s", flush=True)
-        uncompiled = compete(folder, Measurement(1, 1, 1), "ours", torch_compile="false")
+        uncompiled = compete(folder, workload, Measurement(1, 1, 1), "ours", torch_compile="false")
     public = ["path/to/nanoGPT" if word == options.nanogpt else word for word in arguments]
     result = about("train_step", public) | {
         "workload": asdict(workload),

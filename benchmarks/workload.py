@@ -1,6 +1,5 @@
 """Workload of the benchmarks: the shape of a model, a batch size, and random tokens with the frequencies of words."""
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -47,13 +46,6 @@ class Workload:
         settings = read_yaml(REPOSITORY / "presets" / f"{preset}.yaml")
         shape = {name: value for name, value in settings.items() if name in cls.__dataclass_fields__}
         return cls(preset, sequences, dropout, **shape)
-
-    def write(self, folder: Path) -> None:
-        (folder / "workload.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-    @classmethod
-    def read(cls, folder: Path) -> "Workload":
-        return cls(**json.loads((folder / "workload.json").read_text(encoding="utf-8")))
 
 
 def make_store(folder: Path, vocab_size: int) -> None:

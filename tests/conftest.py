@@ -34,6 +34,7 @@ from hub_server import TOKEN, serving
 from tokenizer.build.recipe import Recipe
 from tokenizer.build.store_builder import pretokenize
 from tokenizer.cleaning.cleaning import CleaningArguments
+from tokenizer.corpus.hub import unreachable
 from tokenizer.corpus.units import CorpusArguments
 from tokenizer.encoding.vocabulary import VocabularyArguments
 from tokenizer.store.store import TokenStore
@@ -344,5 +345,7 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         huggingface_hub.close_session()
+        unreachable.cache_clear()
         yield server
     huggingface_hub.close_session()
+    unreachable.cache_clear()

@@ -10,6 +10,7 @@ import sys
 import time
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -35,7 +36,6 @@ from training.guard.learning import LearningCheck
 from training.preflight import make_plan, setup_of
 from training.runtime import distributed
 from training.runtime.device import SHARDING, Setup
-from training.step import sharding
 from training.step.loss import NextTokenLoss
 from training.step.optim import OptimArguments, build_optimizer
 from training.step.sharding import generating, shard
@@ -47,11 +47,13 @@ CONFIG = GPT2ScratchConfig(vocab_size=51, n_positions=16, n_embd=18, n_layer=3, 
 CPU = torch.device("cpu")
 
 
-def sharded(accelerator: Accelerator) -> tuple[GPT2ScratchForCausalLM, torch.nn.Module]:
+def sharded(
+    accelerator: Accelerator, compile_settings: dict[str, Any] | None = None
+) -> tuple[GPT2ScratchForCausalLM, torch.nn.Module]:
     """Return a sharded model and its loss, with the same weights at each call."""
     torch.manual_seed(0)
     model = GPT2ScratchForCausalLM(deepcopy(CONFIG))
-    return model, shard(NextTokenLoss(model), accelerator, "device")
+    return model, shard(NextTokenLoss(model), accelerator, "device", compile_settings)
 
 
 def learn(accelerator: Accelerator, loss: torch.nn.Module, seed: int = 0) -> torch.Tensor:
@@ -187,9 +189,8 @@ def check_speed_is_measured_over_as_many_steps_by_all(accelerator: Accelerator) 
 def check_each_block_is_the_same_graph(accelerator: Accelerator) -> None:
     torch._dynamo.reset()
     plain_model, plain = sharded(accelerator)
-    model, loss = sharded(accelerator)
     counter = torch._dynamo.testing.CompileCounter()
-    sharding._compile(loss.loss, {"backend": counter, "fullgraph": True, "dynamic": False})
+    model, loss = sharded(accelerator, {"backend": counter, "fullgraph": True, "dynamic": False})
     for seed in range(2):
         reference, compiled = learn(accelerator, plain, seed), learn(accelerator, loss, seed)
         torch.testing.assert_close(compiled, reference, rtol=0, atol=1e-6)

@@ -65,8 +65,7 @@ def test_the_train_step_benchmark_measures_a_run(tmp_path, monkeypatch):
 def test_a_raw_loop_is_measured_without_recompilation(tmp_path):
     workload = Workload.of_preset("shakespeare_char", 1, dropout=0.0)
     make_store(tmp_path / "store", workload.vocab_size)
-    workload.write(tmp_path)
-    found = compete(tmp_path, Measurement(1, 2, 1), "raw", **vars(LADDER["memory map, a loop over rows"]))
+    found = compete(tmp_path, workload, Measurement(1, 2, 1), "raw", **vars(LADDER["memory map, a loop over rows"]))
     assert len(found["seconds_a_step"]) == 2
     assert found["recompiles"] == 0
 

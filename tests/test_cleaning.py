@@ -213,7 +213,7 @@ def test_statistics_of_parts_add_up():
             cleaner(text)
         return cleaner.stats
 
-    whole = stats(documents)
+    whole = merged(stats(documents))
     assert len(whole) > 30
     assert max(len(outcome.examples) for outcome in whole.values()) == 3
     for i in range(0, len(documents) + 1, 3):

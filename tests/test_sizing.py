@@ -330,7 +330,8 @@ def test_a_restart_counts_from_the_first_step_not_from_the_text(monkeypatch):
 def pacer(time_estimate: int, time_to_end: float) -> Pacer:
     run = SimpleNamespace(plan=SimpleNamespace(max_steps=time_estimate, tokens_per_step=1000))
     sizing = SimpleNamespace(deadline=time.monotonic() + time_to_end, option=SimpleNamespace(most_tokens=5_000_000))
-    forecast = SimpleNamespace(sizing=sizing, seconds=lambda speed, tokens: 50.0, last_validation=lambda speed: 40.0)
+    store = SimpleNamespace(metadata=SimpleNamespace(val=SimpleNamespace(tokens=240_000)))  # 40 s at 3 x 2,000 tok/s
+    forecast = SimpleNamespace(sizing=sizing, seconds=lambda speed, tokens: 50.0, store=store)
     return Pacer(run, None, forecast)
 
 

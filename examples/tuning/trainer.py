@@ -66,8 +66,9 @@ def shared_settings(tuning: Tuning) -> dict[str, Any]:
 def train_and_save(
     trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning, original: OriginalText, learned: Learned
 ) -> None:
-    """Train, and write the output folder. Of several processes, the first one measures and writes.
-    Raise a `UserError` if the folder is in use, or if the weights are not finite."""
+    """Train, write the output folder, and print the measurements before and after, and the next commands. Of several
+    processes, the first one measures and writes. Raise a `UserError` if the folder is in use, or if the weights are not
+    finite."""
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(Progress)
     lock = RunLock(tuning.folder, lambda _: None, patience=0)
@@ -80,37 +81,27 @@ def train_and_save(
     try:
         before = on_main(trainer.accelerator, measure_first)
         trainer.train()
-        if trainer.is_world_process_zero():
-            finish(trainer, tokenizer, tuning, original, learned, before)
+        if not trainer.is_world_process_zero():
+            return
+        with disk_errors(tuning.folder), unfinished_path(tuning.folder, patterns=FILES) as unfinished:
+            model = save(trainer, tokenizer, tuning, unfinished)
+            record = extend_record(tuning, learned, original, unfinished)
+            after = learned.measure(model) | original.bits_per_byte(model)
+            results = f"{table(before, after)}\n\n{explanation(before, learned)}"
+            text = card(model, trainer, tokenizer, tuning, results, learned, record)
+            (unfinished / "README.md").write_text(text, encoding="utf-8")
+            set_default_permissions(unfinished)
+        path = shlex.quote(str(tuning.folder))
+        print(f"{table(before, after)}\nThe model is in {tuning.folder}. Next:")
+        print(f"  python generate.py {path} {learned.use}")
+        if model.config.model_type == "gpt2scratch":
+            print(f"  python push_to_hub.py {path} --repo_id YOUR_NAME/{shlex.quote(tuning.folder.name)}")
     except KeyboardInterrupt:
         if not (tuning.folder / CONFIG).is_file():
             print("\nNothing is saved before the end. The same command starts again.")
         raise
     finally:
         lock.release()
-
-
-def finish(
-    trainer: Trainer,
-    tokenizer: PreTrainedTokenizerBase,
-    tuning: Tuning,
-    original: OriginalText,
-    learned: Learned,
-    before: dict[str, float],
-) -> None:
-    """Write the output folder; print the measurements before and after, and the next commands."""
-    with disk_errors(tuning.folder), unfinished_path(tuning.folder, patterns=FILES) as unfinished:
-        model = save(trainer, tokenizer, tuning, unfinished)
-        record = extend_record(tuning, learned, original, unfinished)
-        after = learned.measure(model) | original.bits_per_byte(model)
-        results = f"{table(before, after)}\n\n{explanation(before, learned)}"
-        text = card(model, trainer, tokenizer, tuning, results, learned, record)
-        (unfinished / "README.md").write_text(text, encoding="utf-8")
-        set_default_permissions(unfinished)
-    path = shlex.quote(str(tuning.folder))
-    print(f"{table(before, after)}\nThe model is in {tuning.folder}. Next:\n  python generate.py {path} {learned.use}")
-    if model.config.model_type == "gpt2scratch":
-        print(f"  python push_to_hub.py {path} --repo_id YOUR_NAME/{shlex.quote(tuning.folder.name)}")
 
 
 def save(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning, folder: Path) -> PreTrainedModel:

@@ -105,7 +105,7 @@ class Cleaner:
                 if stage in LEVELS and "normalize" in stages:
                     # A level may have removed a character between a letter and its mark, or decoded a mark.
                     self._rules.append(("normalize.nfc", characters.compose))
-        self._stats: dict[str, RuleStats] = {}
+        self.stats: dict[str, RuleStats] = {}  # of the rules that had an effect; see `merged` for their order
 
     def __call__(self, text: str, whole: bool = True) -> str | None:
         """Return the cleaned text, which may be blank, or None for a dropped document.
@@ -123,18 +123,13 @@ class Cleaner:
 
     def _count(self, name: str, old: str, new: str | None) -> None:
         """Count a change, or a dropped document if `new` is None."""
-        stats = self._stats.setdefault(name, RuleStats(dropped=new is None))
+        stats = self.stats.setdefault(name, RuleStats(dropped=new is None))
         stats.documents += 1
         stats.characters += max(0, len(old) - len(new or ""))
         if len(stats.examples) < EXAMPLES:
             escape = ascii if name == "normalize.nfc" else repr  # repr shows composed and decomposed letters alike
             beginning = repr(" ".join(old[: 4 * EXAMPLE_LENGTH].split()))[1:-1][:EXAMPLE_LENGTH]
             stats.examples.append(beginning if new is None else _difference(old, new, escape))
-
-    @property
-    def stats(self) -> dict[str, RuleStats]:
-        """Statistics of the rules that had an effect, in a fixed order."""
-        return merged(self._stats)
 
 
 def _difference(old: str, new: str, escape: Callable[[str], str]) -> str:

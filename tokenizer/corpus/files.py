@@ -26,6 +26,7 @@ BOMB_BYTES, BOMB_RATIO = 64 << 20, 200  # limits of decompressed text; text comp
 BLOCK_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16
 PACKED_STORE = ".tar.zst"
+DAMAGE = (ValueError, OSError, EOFError, RecursionError, csv.Error, zlib.error)  # errors of reading damaged files
 TOLERATED_SHARE = 0.01  # up to this share, unclean text is replaced or skipped, and counted
 ASCII_TEXT = re.compile(rb"[\t\n\r -~]{8,}")
 # Binary files whose heads can have little more than text: PDF, Parquet, Avro, NumPy, tar.
@@ -46,7 +47,11 @@ def readable(path: str) -> Iterator[None]:
     """Turn errors of reading `path` into a `UserError`: an `UnreadableError` unless the file was changed or deleted."""
     try:
         yield
-    except (ValueError, OSError, EOFError, RecursionError, csv.Error, zlib.error) as error:
+    except Exception as error:
+        from pyarrow import ArrowException  # only some of these are ValueErrors
+
+        if not isinstance(error, (*DAMAGE, ArrowException)):
+            raise
         reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())[:300]
         kind = UserError if isinstance(error, FileNotFoundError) or reason == SHORTER else UnreadableError
         raise kind(f"{path} cannot be read: {reason}; fix it or exclude it.") from error

@@ -20,27 +20,22 @@ HINTS = {name: f" Did you mean openai-community/{name}?" for name in ("gpt2", "g
 HINTS["distilgpt2"] = " Did you mean distilbert/distilgpt2?"
 
 
+@cache
 def unreachable() -> str | None:
     """Return the reason why the Hub cannot be reached, or None if it answers.
     The check runs once per process: by default, the Hub's libraries try each file six times, for a minute or more.
     Without an answer, the libraries of this process and its children are set to use only their cache."""
     from huggingface_hub import constants, get_session
 
-    endpoint = constants.ENDPOINT
     if constants.HF_HUB_OFFLINE:
-        return _reasons.get(endpoint) or "HF_HUB_OFFLINE is set"
-    if endpoint not in _reasons:
-        _reasons[endpoint] = None
-        try:
-            get_session().head(endpoint, timeout=REACHED_WITHIN)
-        except Exception as error:  # the Hub's HTTP library, and so its exceptions, differ by version
-            constants.HF_HUB_OFFLINE = True
-            os.environ["HF_HUB_OFFLINE"] = "1"
-            _reasons[endpoint] = f"{endpoint}: {shortened(error) or type(error).__name__}"
-    return _reasons[endpoint]
-
-
-_reasons: dict[str, str | None] = {}  # by endpoint: the reason why it does not answer, or None
+        return "HF_HUB_OFFLINE is set"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=REACHED_WITHIN)
+    except Exception as error:  # the Hub's HTTP library, and so its exceptions, differ by version
+        constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        return f"{constants.ENDPOINT}: {shortened(error) or type(error).__name__}"
+    return None
 
 
 def require(name: str, noun: str, *files: str) -> None:

@@ -4,6 +4,7 @@ All are ordinary fast Transformers tokenizers and load with `AutoTokenizer`.
 """
 
 import itertools
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +34,7 @@ COUNTED_WORDS = 2_000_000  # maximum number of distinct words in memory
 # to 4 KB, the time per byte is constant. The trainer needs 100 times the memory of the distinct text; only long words
 # make that large.
 LONGEST_COUNTED_WORD = 1024  # bytes: the trainer gets longer words in pieces
+COUNTED_PIECE = re.compile(rb".{1,%d}(?![\x80-\xBF])" % LONGEST_COUNTED_WORD, re.DOTALL)  # ends with a character
 COUNTED_PIECE_BYTES = 8_000_000  # total of these pieces, evenly spread
 LARGEST_GAP = 1_000_000  # ids that a tokenizer may leave out below its largest
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # class names in Transformers 5 and 4
@@ -187,7 +189,7 @@ def count_words(texts: Iterable[str]) -> tuple[Counter[bytes], int]:
                 counts[word] += number
                 continue
             cut_words += number
-            for piece in _cut(word):
+            for piece in COUNTED_PIECE.findall(word):
                 if number_of_pieces % step == 0:
                     pieces.append((piece, number))
                 number_of_pieces += 1
@@ -197,16 +199,6 @@ def count_words(texts: Iterable[str]) -> tuple[Counter[bytes], int]:
     for piece, number in pieces:
         counts[piece] += number * step  # the kept pieces also represent the dropped ones
     return counts, cut_words
-
-
-def _cut(word: bytes) -> Iterator[bytes]:
-    start = 0
-    while start < len(word):
-        stop = start + LONGEST_COUNTED_WORD
-        while stop < len(word) and 0x80 <= word[stop] < 0xC0:  # do not cut within a character
-            stop -= 1
-        yield word[start:stop]
-        start = stop
 
 
 def _thinned(counts: Counter[bytes]) -> Iterator[str]:
@@ -318,12 +310,8 @@ def check_ids(tokenizer: "PreTrainedTokenizerBase | SavedTokenizer", name: objec
 
 
 def save(tokenizer: "PreTrainedTokenizerBase | SavedTokenizer", folder: Path, context: int | None = None) -> None:
-    """Write the tokenizer, with the model's context length if given. Raise an `OSError` for a full disk."""
+    """Write the tokenizer, with the model's context length if given. On a full disk, the Rust library raises its own
+    kind of error, see `errors.as_os_error`."""
     if context is not None:
         tokenizer.model_max_length = context
-    try:
-        tokenizer.save_pretrained(folder)
-    except Exception as error:
-        if type(error) is Exception and "os error" in str(error):  # the Rust library reports disk errors like this
-            raise OSError(str(error)) from error
-        raise
+    tokenizer.save_pretrained(folder)

@@ -23,7 +23,6 @@ CLASS_OF_BYTE = {
     **dict.fromkeys(string.ascii_letters.encode(), LETTER),
     **dict.fromkeys(string.digits.encode(), NUMBER),
     **dict.fromkeys(string.whitespace.encode(), SPACE),
-    **dict.fromkeys(range(0xC2, 0xF5), UNKNOWN),  # lead bytes, whose class depends on the code point
     0xFF: ENDS,
 }
 BYTE_CLASSES = bytes(CLASS_OF_BYTE.get(byte, OTHER) for byte in range(256))
@@ -64,17 +63,17 @@ class WordSplitter:
         """Return the first byte of each word of `data` (n bytes, the last one 0xFF), (words,) int32."""
         text = np.frombuffer(data, dtype=np.uint8)  # (n,)
         classes = np.frombuffer(data.translate(BYTE_CLASSES), dtype=np.uint8)  # (n,)
-        lead_bytes = np.flatnonzero(classes == UNKNOWN)  # lead bytes of code points above ASCII
-        if len(lead_bytes):
+        above_ascii = np.flatnonzero((text >= 0x80) & (text < 0xFF))  # bytes of characters above ASCII
+        if len(above_ascii):
             classes = classes.copy()
-            self._settle_code_points(text, lead_bytes, classes)
+            classes[above_ascii] = self._classes_of(text[above_ascii].tobytes().decode())
         begins = np.empty(len(text), dtype=bool)
         begins[0] = True
         np.not_equal(classes[1:], classes[:-1], out=begins[1:])
         begins |= classes == ENDS
         last_space = classes == SPACE  # marks the last space of a run before visible text
         last_space[:-1] &= classes[1:] < SPACE
-        if len(lead_bytes):  # a space of two or three bytes is marked at its last byte; the word begins at its first
+        if len(above_ascii):  # a space of two or three bytes is marked at its last byte; the word begins at its first
             last_bytes = np.flatnonzero(last_space & (text >= 0x80))
             last_space[last_bytes] = False
             last_space[last_bytes - np.where(text[last_bytes - 1] < 0xC0, 2, 1)] = True
@@ -84,22 +83,12 @@ class WordSplitter:
         self._split_english_endings(text, classes, begins)
         return np.flatnonzero(begins).astype(np.int32)
 
-    def _settle_code_points(self, text: np.ndarray, starts: np.ndarray, classes: np.ndarray) -> None:
-        """Write the classes of all bytes of the code points that begin at `starts`, (m,), into `classes`."""
-        lead = text[starts].astype(np.uint32)
-        length = 2 + (lead >= 0xE0).astype(np.uint8) + (lead >= 0xF0)
-        points = np.where(length == 2, lead & 0x1F, np.where(length == 3, lead & 0x0F, lead & 0x07))
-        for i in (1, 2, 3):
-            has = length > i
-            points[has] = (points[has] << 6) | (text[starts[has] + i] & 0x3F)
-        kinds = self.classes[points]
-        if (kinds == UNKNOWN).any():
-            for point in np.unique(points[kinds == UNKNOWN]).tolist():
-                self.classes[point] = self._probed(chr(point))
-            kinds = self.classes[points]
-        for i in (0, 1, 2, 3):
-            has = length > i
-            classes[starts[has] + i] = kinds[has]
+    def _classes_of(self, characters: str) -> np.ndarray:
+        """Return the classes of all bytes of characters above ASCII, (bytes,) uint8."""
+        points = np.frombuffer(characters.encode("utf-32-le"), dtype="<u4")  # (characters,)
+        for point in np.unique(points[self.classes[points] == UNKNOWN]).tolist():
+            self.classes[point] = self._probed(chr(point))
+        return np.repeat(self.classes[points], 2 + (points >= 0x800) + (points >= 0x10000))
 
     def _probed(self, character: str) -> int:
         for probe, kind in (("a", LETTER), ("1", NUMBER), ("!", OTHER)):

@@ -93,10 +93,6 @@ class Forecast:
         tokens = self.tokens if tokens is None else tokens
         return graph + speed.seconds(tokens, self.validations, self.validation_tokens)
 
-    def last_validation(self, speed: Throughput) -> float:
-        """Return the seconds of the last validation, which scores the whole split."""
-        return SCORING_COST * self.store.metadata.val.tokens / speed.tokens_per_second
-
     def described(self) -> dict[str, float | None]:
         """Return the estimates that events.jsonl records for comparison with the actual run."""
         return {

@@ -4,7 +4,7 @@ import time
 
 from common.atomic import write_atomic
 from training.budget.forecast import Forecast
-from training.budget.throughput import Throughput
+from training.budget.throughput import SCORING_COST, Throughput
 from training.checkpoints.status import record
 from training.config import TrainConfig, dump_config
 from training.log.run_log import RunLog
@@ -53,7 +53,7 @@ class Pacer:
             return plan.max_steps
         steps, seconds = map(sum, zip(*log.paces, strict=True))
         speed = Throughput(plan.tokens_per_step * steps / seconds, "")
-        last = self.forecast.last_validation(speed)  # all of it follows
+        last = SCORING_COST * self.forecast.store.metadata.val.tokens / speed.tokens_per_second  # of the whole split
         validations = (self.forecast.seconds(speed, tokens=0) - last) / plan.max_steps  # seconds of each step
         room = (1 - SPARE) * (self.deadline - time.monotonic()) - last
         step_limit = self.forecast.sizing.option.most_tokens / plan.tokens_per_step

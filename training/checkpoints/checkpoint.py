@@ -14,7 +14,7 @@ Format 1 can also be read: its state.json holds step, seed, tokens per step and 
 import errno
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path, PureWindowsPath
 from typing import Any, Literal
 
@@ -86,23 +86,9 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for path in all_checkpoints(folder) if (path / MANIFEST).is_file()]
 
 
-@dataclass
-class Snapshot:
-    """Copy of all tensors of one step, in the memory of the main process."""
-
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # the name of a moment has a slash
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    def is_finite(self) -> bool:
-        return all(torch.linalg.vector_norm(tensor, float("inf")).isfinite() for tensor in self.tensors.values())
-
-
 def write_checkpoint(
     folder: Path,
-    snapshot: Snapshot,
+    snapshot: dict[str, torch.Tensor],  # all tensors of a step; the name of a moment has a slash
     shell: GPT2ScratchForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
     state: TrainState,
@@ -111,11 +97,11 @@ def write_checkpoint(
     `shell`: a model of the same configuration; its weights are not used. On a full disk, safetensors raises its own
     kind of error, see `errors.as_os_error`."""
     final = folder / folder_name(state.position.step)  # exists if the run reached this step before a rollback
-    moments = {name: tensor for name, tensor in snapshot.tensors.items() if "/" in name}
-    weights = {name: tensor for name, tensor in snapshot.tensors.items() if name not in moments}
+    moments = {name: tensor for name, tensor in snapshot.items() if "/" in name}
+    weights = {name: tensor for name, tensor in snapshot.items() if name not in moments}
     with unfinished_path(final, patterns=FILES) as partial:
         (partial / STATE_FOLDER).mkdir()
-        shell.save_pretrained(partial, state_dict=weights, max_shard_size=snapshot.n_bytes + 1)
+        shell.save_pretrained(partial, state_dict=weights, max_shard_size=2**62)
         vocabulary.save(tokenizer, partial, context=shell.config.n_positions)
         save_file(moments, partial / OPTIMIZER)
         (partial / STATE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")

@@ -3,12 +3,14 @@
 Training waits only for the copy. The next save and the end of the run wait for the thread.
 """
 
+import math
 import os
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
@@ -43,33 +45,21 @@ def wait_for_writing(seconds: float) -> bool:
     return any(thread.is_alive() for thread in writers)
 
 
-class BackgroundTask(threading.Thread):
-    """Thread of low priority that keeps an exception of its work for the threads that wait for it."""
+def in_background(work: Callable[[], None], name: str, niceness: int, daemon: bool = False) -> Future[None]:
+    """Start `work` in a thread of low priority. Return its future, which keeps an exception of the work."""
+    future: Future[None] = Future()
 
-    def __init__(self, work: Callable[[], None], name: str, niceness: int, daemon: bool = False):
-        super().__init__(target=work, name=name, daemon=daemon)
-        self.niceness = niceness
-        self.failure: Exception | None = None
-
-    def run(self) -> None:
+    def run() -> None:
         try:
             if sys.platform == "linux":  # threads have their own priority there; it must not rise
-                niceness = max(self.niceness, os.getpriority(os.PRIO_PROCESS, 0))
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
-            super().run()
-        except Exception as error:
-            self.failure = error
+                lowest = max(niceness, os.getpriority(os.PRIO_PROCESS, 0))
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), lowest)
+            future.set_result(work())
+        except BaseException as error:  # otherwise those who wait would wait forever
+            future.set_exception(error)
 
-    def wait(self) -> None:
-        """Wait until the work is done, if it was started. Raise the exception of the work."""
-        if self.is_alive():
-            self.join()
-        self.check()
-
-    def check(self) -> None:
-        """Raise the exception of the work, if there is one so far."""
-        if self.failure is not None:
-            raise self.failure
+    threading.Thread(target=run, name=name, daemon=daemon).start()
+    return future
 
 
 class Saver(AbstractContextManager):
@@ -91,33 +81,31 @@ class Saver(AbstractContextManager):
         time would not show a flipped bit. One process per machine reads the files, at about 1.5 GB/s."""
         self.folder, self.tokenizer = folder, tokenizer
         self.accelerator, self.model = train_step.accelerator, train_step.model
-        # Niceness 10: a tenth of the time of a core that training keeps busy. Daemon: it must not delay an exit.
-        self.verification = BackgroundTask(store.check_hashes, "verification", niceness=10, daemon=True)
+        self.verification = self.task = Future()  # done; replaced in processes that verify or write
+        self.task.set_result(None)
         if self.accelerator.is_local_main_process:
-            self.verification.start()
+            # Niceness 10: a tenth of the time of a core that training keeps busy. Daemon: it must not delay an exit.
+            self.verification = in_background(store.check_hashes, "verification", niceness=10, daemon=True)
         self.optimizer, self.average = train_step.optimizer.optimizer, train_step.average
         self.save_total_limit, self.backup = save_total_limit, backup
         self.saved_step: int | None = None
-        self.snapshot = checkpoint.Snapshot()  # the same memory for every save
+        self.snapshot: dict[str, torch.Tensor] = {}  # of the main process; the same memory for every save
         # Not in the thread: during a step, a sharded model has other parameters.
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         shapes |= moment_shapes(self.model, self.optimizer)
         if self.average is not None:
             shapes |= {name: weight.shape for name, weight in named_weights(self.model).items()}
-        # Niceness 19: training on a CPU comes first.
-        self.task = BackgroundTask(partial(self._make_room, shapes), THREAD, niceness=19)
-        n_bytes = 4 * sum(shape.numel() for shape in shapes.values())
-        on_main(self.accelerator, lambda: refuse_full_disk(folder, n_bytes))
+        self.n_bytes = 4 * sum(shape.numel() for shape in shapes.values())
+        on_main(self.accelerator, lambda: refuse_full_disk(folder, self.n_bytes))
         with torch.device("meta"):  # a model without memory, to write config and code while the real model trains
             self.shell = GPT2ScratchForCausalLM._from_config(deepcopy(self.model.config))  # saving changes the config
         self.shell.generation_config = deepcopy(self.model.generation_config)
         add_turn_end(self.shell, self.tokenizer)
-        if self.accelerator.is_main_process:
-            self.task.start()
+        if self.accelerator.is_main_process:  # niceness 19: training on a CPU comes first
+            self.task = in_background(partial(self._make_room, shapes), THREAD, niceness=19)
 
     def __exit__(self, *_: object) -> None:
-        if self.task.is_alive():
-            self.task.join()
+        wait([self.task])
 
     def save(self, state: checkpoint.TrainState) -> None:
         """Start a save and record the seconds that training waited for it. Raise the exception of the previous save."""
@@ -129,19 +117,19 @@ class Saver(AbstractContextManager):
         self._copy_off_the_device()
         self.saved_step = state.position.step
         if self.accelerator.is_main_process:
-            self.task = BackgroundTask(partial(self._write, state), THREAD, niceness=19)
-            self.task.start()
+            self.task = in_background(partial(self._write, state), THREAD, niceness=19)
             wait_time, copy_time = round(after_wait - begin, 4), round(time.perf_counter() - after_wait, 4)
             record(self.folder.events, "saving", self.saved_step, seconds_waiting=wait_time, seconds_copying=copy_time)
 
     @property
     def failed(self) -> bool:
-        return self.task.failure is not None or self.verification.failure is not None
+        return any(task.done() and task.exception() is not None for task in (self.task, self.verification))
 
     def wait(self) -> None:
         """Wait for the save in progress. Raise a `UserError` if it failed."""
-        self.task.wait()
-        self.verification.check()
+        self.task.result()
+        if self.verification.done():
+            self.verification.result()
 
     def _make_room(self, shapes: dict[str, torch.Size]) -> None:
         """Allocate the memory of the snapshot and touch it, so that the first save does not wait for the system.
@@ -152,7 +140,7 @@ class Saver(AbstractContextManager):
             if self.accelerator.device.type == "cuda":
                 cuda = torch.cuda.cudart()
                 if cuda.cudaHostRegister(block.data_ptr(), block.nbytes, 0) == cuda.cudaError.success:  # WSL2 limits it
-                    weakref.finalize(self.snapshot, cuda.cudaHostUnregister, block.data_ptr()).atexit = False
+                    weakref.finalize(self, cuda.cudaHostUnregister, block.data_ptr()).atexit = False
         except (RuntimeError, MemoryError) as error:
             raise UserError(
                 "The machine has too little memory (not GPU memory) for the copy of weights and moments that is saved, "
@@ -162,13 +150,13 @@ class Saver(AbstractContextManager):
         # Not views of one storage: save_pretrained would treat them as tied, and copy.
         for name, shape in shapes.items():
             flat = torch.frombuffer(buffer, dtype=torch.float32, count=shape.numel(), offset=4 * start)
-            self.snapshot.tensors[name] = flat.view(shape)
+            self.snapshot[name] = flat.view(shape)
             start += shape.numel()
 
     def _copy_off_the_device(self) -> None:
         for name, full in self._whole_tensors():
             if self.accelerator.is_main_process:
-                self.snapshot.tensors[name].copy_(full, non_blocking=True)
+                self.snapshot[name].copy_(full, non_blocking=True)
         if self.accelerator.device.type != "cpu":
             torch.accelerator.synchronize()
 
@@ -183,11 +171,11 @@ class Saver(AbstractContextManager):
 
     def _write(self, state: checkpoint.TrainState) -> None:
         step, begin = state.position.step, time.perf_counter()
-        if not self.snapshot.is_finite():
+        if not all(torch.linalg.vector_norm(tensor, math.inf).isfinite() for tensor in self.snapshot.values()):
             raise DivergenceError(f"Weights or moments are not finite after step {step:,}, so this step is not saved")
-        self.verification.wait()
+        self.verification.result()
         try:
-            refuse_full_disk(self.folder, self.snapshot.n_bytes)
+            refuse_full_disk(self.folder, self.n_bytes)
             new = checkpoint.write_checkpoint(self.folder.checkpoints, self.snapshot, self.shell, self.tokenizer, state)
             seconds = round(time.perf_counter() - begin, 4)
             checkpoint.copy(new, self.folder.model, model_only=True)

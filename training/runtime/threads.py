@@ -7,17 +7,12 @@ import os
 from common.machine import cores
 from training.runtime.launcher import launcher_option, set_by_launcher
 
-
-def _is_asked_for() -> bool:
-    """Return whether the user chose a number. By default, the launcher sets 1, which would idle all other cores."""
-    number = os.environ.get("OMP_NUM_THREADS", "")
-    is_chosen = not set_by_launcher("OMP_NUM_THREADS") or launcher_option("num_cpu_threads_per_process")
-    return number not in ("", "1") or bool(number and is_chosen)
-
-
+# By default, the launcher sets 1, which would idle all other cores.
+_number = os.environ.get("OMP_NUM_THREADS", "")
+_is_chosen = not set_by_launcher("OMP_NUM_THREADS") or launcher_option("num_cpu_threads_per_process")
 # Otherwise torch might choose another number and round differently. It is set here, not later in torch, because then a
 # step of two threads takes a fifth longer (docs/log.md).
-if not _is_asked_for():
+if _number in ("", "1") and not (_number and _is_chosen):
     os.environ["OMP_NUM_THREADS"] = str(max(1, cores(logical=False) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
 # Threads wait for each other in every step. By default they spin for milliseconds, and a step takes several times
 # longer if another process uses a core. This is libgomp's own value for more threads than cores; it costs 3% if the

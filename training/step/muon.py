@@ -4,7 +4,6 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-from torch.optim.adamw import adamw
 
 from training.step.tensors import local, shard_like, whole_like
 
@@ -35,7 +34,7 @@ def orthogonalize(matrices: torch.Tensor, precision: torch.dtype) -> torch.Tenso
     return X
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(torch.optim.AdamW):
     """Optimizer with two kinds of parameter groups.
 
     A group with `rule` "muon" has the keys `lr`, `weight_decay`, `momentum` and `matrices`, the number of matrices that
@@ -49,40 +48,26 @@ class Muon(torch.optim.Optimizer):
     of them, with the same kernels, so that all processes compute the weights that a single process would.
     """
 
-    _step_supports_amp_scaling = True
-
     def __init__(self, groups: list[dict[str, Any]], fused: bool, precision: torch.dtype):
-        super().__init__(groups, {"fused": fused})
+        super().__init__(groups, fused=fused)
         self.precision = precision
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # Adam's own needs a step count of each parameter
+        torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        with_gradients = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
-        for group, parameters in with_gradients:
-            if group["rule"] == "adam":
-                self._step_of_adam(group, parameters)
-        self._step_of_muon([(group, parameters) for group, parameters in with_gradients if group["rule"] == "muon"])
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if group["rule"] == "adam"]
+        super().step()
+        self.param_groups = groups
+        self._step_of_muon([group for group in groups if group["rule"] == "muon"])
 
-    def _step_of_adam(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        for parameter in parameters:
-            if not self.state[parameter]:
-                moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
-                self.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
-        states = [self.state[parameter] for parameter in parameters]
-        exp_avgs, exp_avg_sqs, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
-        (beta1, beta2), found_inf = group["betas"], getattr(self, "found_inf", None)
-        settings = {name: group[name] for name in ("lr", "weight_decay", "eps", "fused")}
-        gradients = [parameter.grad for parameter in parameters]
-        adamw(
-            parameters, gradients, exp_avgs, exp_avg_sqs, [], steps,
-            beta1=beta1, beta2=beta2, found_inf=found_inf, amsgrad=False, maximize=False, **settings,
-        )  # fmt: skip
-
-    def _step_of_muon(self, groups: list[tuple[dict[str, Any], list[torch.Tensor]]]) -> None:
+    def _step_of_muon(self, groups: list[dict[str, Any]]) -> None:
         """Update the parameters of all groups. Matrices of one shape, (r, c) or (c, r), are updated together."""
         by_shape = defaultdict(list)
-        for group, parameters in groups:
-            for parameter in parameters:
+        for group in groups:
+            for parameter in [parameter for parameter in group["params"] if parameter.grad is not None]:
                 if not self.state[parameter]:
                     self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
                 rows, columns = parameter.shape[0] // group["matrices"], parameter.shape[1]

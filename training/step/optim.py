@@ -279,20 +279,17 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, is_averaged: bool = False) -> None:
     """Load the moments of a safetensors file into `optimizer`, built for `model`. Its hyperparameters do not change.
     `is_averaged`: the file also has the weights. Raise a `UserError` like `read_tensors`."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state: dict[torch.Tensor, dict[str, torch.Tensor]] = {parameter: {} for parameter in parameters}
     weights = named_weights(model) if is_averaged else {}
     shapes = moment_shapes(model, optimizer) | {name: weight.shape for name, weight in weights.items()}
     places = {name: (parameter, key) for name, parameter, key in _moments(model, optimizer)}
     for name, full in read_tensors(path, shapes):
         if name in weights:
             local(weights[name]).data.copy_(local(shard_like(full, weights[name])))
-        else:
+        else:  # a copy: on a CPU, the tensor is a map of the file, which may be deleted during the run
             parameter, key = places[name]
-            moment = shard_like(full, parameter)  # on a CPU a map of the file, which may be deleted during the run
-            state[parameter][key] = moment.clone() if parameter.device.type == "cpu" else moment
-    states = dict(enumerate(state.values()))
-    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+            is_counted_on_host = key in SCALARS and not optimizer.defaults["fused"]
+            device = "cpu" if is_counted_on_host else parameter.device
+            optimizer.state[parameter][key] = shard_like(full, parameter).to(device, copy=True)
 
 
 def usual_learning_rate(parameters: int) -> float:

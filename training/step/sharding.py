@@ -11,6 +11,7 @@ its computation and then freed (Rajbhandari et al. 2020, "ZeRO", stage 3; Zhao e
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,35 +24,19 @@ from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.step.loss import NextTokenLoss
 
 
-class ShardedLoss(nn.Module):
-    """`NextTokenLoss` of a sharded model, with the `no_sync` that `Accelerator.accumulate` calls."""
-
-    def __init__(self, loss: NextTokenLoss):
-        super().__init__()
-        self.loss = loss
-
-    def forward(self, *batch: torch.Tensor | int | None) -> torch.Tensor:
-        return self.loss.model.next_token_loss(*batch)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate full fp32 gradients locally, without reducing them across processes. Used for every micro-batch of
-        a step except the last. Saves transfers and costs 4 bytes per parameter."""
-        self.loss.model.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self.loss.model.set_requires_gradient_sync(True)
-
-
 def shard(
     loss: NextTokenLoss, accelerator: Accelerator, place: str, compile_settings: dict[str, Any] | None = None
-) -> ShardedLoss:
+) -> NextTokenLoss:
     """Replace the parameters of `loss.model` with their shards, which stay in `place`, "device" or "cpu". All processes
-    must have the same weights. Build the optimizer afterwards. `compile_settings`: those of `torch.compile`."""
-    model = loss.model
-    mesh, is_cuda = _mesh(accelerator, place), accelerator.device.type == "cuda"
-    offload = fsdp.CPUOffloadPolicy(pin_memory=is_cuda) if place == "cpu" else fsdp.OffloadPolicy()
+    must have the same weights. Build the optimizer afterwards. `compile_settings`: those of `torch.compile`. The loss
+    gathers the weights, and gets the `no_sync` that `Accelerator.accumulate` calls."""
+    model, device = loss.model, accelerator.device.type
+    if place == "device" or device == "cpu":
+        mesh = init_device_mesh(device, (accelerator.num_processes,))
+    else:  # NCCL cannot sum tensors in CPU memory, such as the norm of offloaded gradients
+        group = torch.distributed.new_group(backend=f"cpu:gloo,{device}:{torch.distributed.get_backend()}")
+        mesh = DeviceMesh.from_group(group, device)
+    offload = fsdp.CPUOffloadPolicy(pin_memory=device == "cuda") if place == "cpu" else fsdp.OffloadPolicy()
     # Weights are gathered in the compute precision, which halves the transfers; autocast would keep a cast copy of
     # every weight until the backward pass. Shards, gradient sums and the loss stay fp32.
     compute = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
@@ -64,26 +49,25 @@ def shard(
     # Weights are gathered for the model's `forward`, and for the loss, which calls parts of the model.
     model.next_token_loss = loss.forward
     fsdp.register_fsdp_forward_method(model, "next_token_loss")
+    loss.forward, loss.no_sync = model.next_token_loss, partial(_no_sync, model)
     if compile_settings is not None:
-        _compile(loss, compile_settings)
-    return ShardedLoss(loss)
+        # Each block and the loss are separate graphs, because gathering breaks the graph of a model between its blocks.
+        # This follows `fully_shard`, which replaces the class of a block and its `forward`.
+        for block in model.transformer.h:
+            block.forward = torch.compile(block.forward, **compile_settings)
+        loss.linear_cross_entropy = torch.compile(loss.linear_cross_entropy, **compile_settings)
+    return loss
 
 
-def _mesh(accelerator: Accelerator, place: str) -> DeviceMesh:
-    device = accelerator.device.type
-    if place == "device" or device == "cpu":
-        return init_device_mesh(device, (accelerator.num_processes,))
-    # NCCL cannot sum tensors in CPU memory, such as the norm of offloaded gradients.
-    group = torch.distributed.new_group(backend=f"cpu:gloo,{device}:{torch.distributed.get_backend()}")
-    return DeviceMesh.from_group(group, device)
-
-
-def _compile(loss: NextTokenLoss, settings: dict[str, Any]) -> None:
-    """Compile each block and the loss as separate graphs, because gathering breaks the graph of a model between its
-    blocks. Call this after `fully_shard`, which replaces the class of a block and its `forward`."""
-    for block in loss.model.transformer.h:
-        block.forward = torch.compile(block.forward, **settings)
-    loss.linear_cross_entropy = torch.compile(loss.linear_cross_entropy, **settings)
+@contextmanager
+def _no_sync(model: fsdp.FSDPModule) -> Iterator[None]:
+    """Accumulate full fp32 gradients locally, without reducing them across processes. Used for every micro-batch of
+    a step except the last. Saves transfers and costs 4 bytes per parameter."""
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
 
 
 @contextmanager

@@ -44,11 +44,13 @@ class TrainStep:
         """Train on global batch `step`, at `rate_factor` times the peak learning rates, with second targets of weight
         `second_weight`. Return this process's mean loss and the gradient norm before clipping, as tensors on the
         device."""
-        accumulation = self.batches.plan.accumulation
+        accumulation, device = self.batches.plan.accumulation, self.accelerator.device
         # Dropout is a function of (seed, step, rank), like the data: no generator state to save or restore.
-        self._seed(mix(mix(self.batches.order.seed, step), self.accelerator.process_index) >> 1)
+        seed = mix(mix(self.batches.order.seed, step), self.accelerator.process_index) >> 1
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` records a traceback, which takes 0.3 ms
+        if device.type != "cpu":
+            torch.get_device_module(device).manual_seed(seed)
         set_rates(self.optimizer.optimizer, step, rate_factor)
-        device = self.accelerator.device
         total = torch.zeros((), device=device)
         # A tensor, because the compiled graph would have a number as a constant.
         second = () if second_weight is None else (torch.full((), second_weight, device=device),)
@@ -79,13 +81,6 @@ class TrainStep:
     def averaged(self) -> AbstractContextManager[None]:
         """Context in which the model has the averages of its weights, if there are any."""
         return nullcontext() if self.average is None else self.average.in_place()
-
-    def _seed(self, seed: int) -> None:
-        """Seed only the generators in use.
-        Without a GPU, `torch.manual_seed` takes 0.3 ms: each call records a traceback, for a GPU that appears later."""
-        torch.default_generator.manual_seed(seed)
-        if self.accelerator.device.type != "cpu":
-            torch.get_device_module(self.accelerator.device).manual_seed(seed)
 
 
 def build_train_step(
