@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
     if config.cost.plan:
         show_plan(config)
         return
-    setup, folder, trackers = setup_of(config), config.run.folder, config.logging.report_to or None
+    setup, folder, trackers = setup_of(config), config.run.folder, config.logging.trackers
     with job(setup, folder, trackers, config.stopping, config.flat()) as (accelerator, watchdog):
         # Decide: all problems are found here, before the first step.
         config, sizing = resolve(config, accelerator, setup)

@@ -5,6 +5,7 @@ folder, files with known names are deleted and all other files are kept. A singl
 mark itself.
 """
 
+import errno
 import itertools
 import json
 import os
@@ -87,7 +88,12 @@ def _empty(trash: Path, patterns: Iterable[str], path: Path) -> Path | None:
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         for file in (Path(folder, name) for name in (*files, *links)):
             if is_known(file.relative_to(trash).as_posix(), patterns):
-                file.unlink(missing_ok=True)
+                try:
+                    file.unlink(missing_ok=True)
+                except OSError as error:
+                    if error.errno != errno.EBUSY:  # NFS keeps a deleted file that a process reads
+                        raise
+                    has_others = True
             else:
                 has_others = True
         with suppress(OSError):  # the folder may not be empty

@@ -23,6 +23,10 @@ trap '[ -z "$!" ] && exit 143; kill -TERM $!' TERM
 case " ${*//-/_}" in *" __overwrite_output_dir"*) # a job that is requeued repeats its command
     echo "error: A requeued job would replace its own run: leave out --overwrite_output_dir, and name a new --output_dir." >&2
     exit 1 ;;
+*" __output_dir"*) ;;
+*" __resume_from_checkpoint"*"/checkpoints/step_"*)
+    echo "error: A requeued job would be refused, because the run has later checkpoints: name the run's folder, or a new --output_dir." >&2
+    exit 1 ;;
 esac
 
 accelerate launch --quiet --config_file launch/one_node.yaml --num_processes "$SLURM_GPUS_ON_NODE" train_accelerate.py "$@" &

@@ -240,6 +240,11 @@ def test_text_column_precedes_content_and_other_columns(tmp_path):
     assert documents(write_records(tmp_path / "b.jsonl", rows[1:])) == ["7", "two", "six"]
     write(tmp_path / "a.csv", "id,score,prose\n1,,one\n2,1e-05,two\n3,nan,3\n4,5%,four\n")  # missing and other numbers
     assert documents(tmp_path / "a.csv") == ["one", "two", "3", "four"]
+    image = {"bytes": "", "path": None}
+    rows = [{"title": "one", "tags": ["a"], "image": image}, {"title": "two", "scores": [1e-05, True, 3.5] * 9}]
+    assert documents(write_records(tmp_path / "c.jsonl", rows)) == ["one", "two"]
+    rows = [{"id": "a1", "conversation": [{"role": "user", "content": "Hello"}]}, {"id": "b2", "conversation": []}]
+    assert "no obvious text column" in refusal(write_records(tmp_path / "c.jsonl", rows))
     lines = ["broken", '{"id": 1}', *[json.dumps({"id": 1, "text": str(i)}) for i in range(300)]]
     assert documents(write(tmp_path / "a.jsonl", "\n".join(lines))) == [str(i) for i in range(300)]
 

@@ -140,7 +140,7 @@ def clone(tmp_path_factory) -> Path:
     notes = "".join(json.dumps({"text": prose(i, 200)}) + "\n" for i in range(20, 40))
     (folder / "notes.jsonl.zst").write_bytes(zstandard.compress(notes.encode()))
     (folder / "my.txt").write_text(prose(50, 8000), encoding="utf-8")
-    (folder / "tinyshakespeare.txt").write_text(f"ROMEO:\n{prose(51, 8000)}", encoding="utf-8")
+    (folder / "tinyshakespeare.txt").write_text(prose(51, 8000), encoding="utf-8")
     return folder
 
 

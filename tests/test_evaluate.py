@@ -310,7 +310,7 @@ def test_invalid_inputs_are_refused_with_one_sentence(corpus, letters, tmp_path)
         (["--compare_with", arguments[0]], r"compare_with names a model twice"),
         (["--compare_with", "runs/none"], r"runs/none is neither a local folder nor a Hub id"),
         (["--compare_with", str(tmp_path / "letters")], r"its tokenizer does not know every character of the text"),
-        (["--memorization", "--memorization_span", "300"], r"No document in .* has at least 300 tokens; use a smaller"),
+        (["--memorization", "--memorization_span", "200"], r"No document in .* has at least 200 tokens; use a smaller"),
         (["--checkpoint", "best"], r"is neither a run folder nor a checkpoint in one"),
     ):
         assert_user_error(sentence, evaluate.main, [*arguments, *options])

@@ -169,8 +169,12 @@ def test_evaluate_reports_the_results_of_lm_eval(results, checkpoint, tasks, sto
     assert "long: at least 6 requests exceeded the context and lost the beginning." in (run / "report.md").read_text()
     long.write_text(long.read_text().replace("multiple_choice", "generate_until"))
     (run / "evaluation" / "evaluation.json").unlink()
-    assert_user_error("^lm-evaluation-harness ended", evaluate.main, [str(run), "--compare", "--tasks", str(long)])
-    assert "panel" in json.loads((run / "evaluation" / "evaluation.json").read_text())
+    assert_user_error(
+        "^lm-evaluation-harness ended", evaluate.main, [str(run), "--compare", "--tasks", f"which,{long}"]
+    )
+    saved = json.loads((run / "evaluation" / "evaluation.json").read_text())
+    assert "panel" in saved
+    assert [*saved["tasks"]["results"]] == ["which"]
     assert_user_error("^'' is neither a task", evaluate.main, ["no/model", "--tasks", "which,"])
     (broken := tmp_path / "broken.yaml").write_text((tasks / "my_text.yaml").read_text().replace(".jsonl", ".missing"))
     assert_user_error("^lm-evaluation-harness ended with", evaluate.main, ["no/model", "--tasks", str(broken)])

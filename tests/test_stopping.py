@@ -203,8 +203,10 @@ def test_the_slurm_script_saves_before_the_time_limit_and_requeues_the_job(tmp_p
     environment = {"PATH": path, "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "7"}
     options = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "text": True}
     command = ["bash", REPOSITORY / "launch" / "slurm.sh", "--data", "my text"]
-    for flag in ("--overwrite_output_dir", "--overwrite-output-dir=true"):  # a requeued job would repeat it
-        assert subprocess.run([*command, flag], **options, stderr=subprocess.DEVNULL, check=False).returncode == 1
+    own = ["--resume_from_checkpoint", "runs/a/checkpoints/step_00000010"]
+    for words in (["--overwrite_output_dir"], ["--overwrite-output-dir=true"], own):  # a requeued job would repeat them
+        assert subprocess.run([*command, *words], **options, stderr=subprocess.DEVNULL, check=False).returncode == 1
+        assert not (tmp_path / "started").exists()
     with subprocess.Popen(command, **options | {"env": environment | {"PAUSE": "0.3"}}) as job:
         wait_until((tmp_path / "started").is_file, 60)
         job.send_signal(number)

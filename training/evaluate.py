@@ -43,7 +43,7 @@ from training.checkpoints.run_folder import find_checkpoint, run_of
 from training.config import read_config
 from training.data import run_data
 from training.evaluation import panel
-from training.evaluation.memorization import memorization
+from training.evaluation.memorization import LENGTH, memorization
 from training.evaluation.scoring import score_split
 from training.report.report import evaluated_run, keep_evaluation, show_evaluation, weight_hashes
 from training.runtime.device import keep_accelerate_from_sharding
@@ -127,8 +127,11 @@ def find_tasks(arguments: list[str], trust_task_code: bool = False) -> tuple[Any
     return manager, tasks
 
 
-def run_tasks(model: PreTrainedModel, folder: str, tasks: tuple[Any, list[str]], batch_size: int) -> dict[str, Any]:
-    """Return the results in the form of lm-eval's files, and the number of requests cut to the context, by task."""
+def run_tasks(
+    model: PreTrainedModel, folder: str, tasks: tuple[Any, list[str]], batch_size: int
+) -> Iterator[dict[str, Any]]:
+    """After each task, yield the results so far in the form of lm-eval's files, and the number of requests cut to the
+    context, by task."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -137,6 +140,7 @@ def run_tasks(model: PreTrainedModel, folder: str, tasks: tuple[Any, list[str]],
         return record.levelno >= logging.ERROR
 
     cuts, results = [0], {"configs": {}, "results": {}, "n-shot": {}, "cut_requests": {}}
+    results["lm_eval_version"] = version("lm_eval")
     logging.getLogger("lm_eval.models.huggingface").filters = [is_shown]
     with lm_eval_errors():
         tokenizer = vocabulary.load(folder)
@@ -145,15 +149,17 @@ def run_tasks(model: PreTrainedModel, folder: str, tasks: tuple[Any, list[str]],
         for task in tasks[1]:
             cuts.append(0)
             output = simple_evaluate(harness_model, tasks=[task], task_manager=tasks[0], log_samples=False)
-            for name in ("configs", "results", "n-shot"):
+            for name in ("results", "n-shot"):
                 results[name] |= output[name]
+            results["configs"] |= {name: _public(config) for name, config in output["configs"].items()}
             results["cut_requests"][Path(task.removesuffix(".yaml")).name] = cuts[-1]
-    for name, config in results["configs"].items():
-        source = {key: config.get(key) for key in ("dataset_path", "dataset_name", "test_split", "validation_split")}
-        if Path(source["dataset_path"] or "json").exists():
-            source["dataset_path"] = None  # a local path is not published
-        results["configs"][name] = source
-    return results | {"lm_eval_version": version("lm_eval")}
+            yield results
+
+
+def _public(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the data of a task, without a local path."""
+    source = {key: config.get(key) for key in ("dataset_path", "dataset_name", "test_split", "validation_split")}
+    return source | ({"dataset_path": None} if Path(source["dataset_path"] or "json").exists() else {})
 
 
 @dataclass
@@ -175,7 +181,7 @@ class EvaluateArguments:
     memorization_texts: int = setting(
         64, "Texts to generate for memorization, of up to 256 tokens each.", minimum=2, maximum=100_000
     )
-    memorization_span: int = setting(50, "Length in tokens of the spans to look up.", minimum=1)
+    memorization_span: int = setting(50, "Length in tokens of the spans to look up.", minimum=1, maximum=LENGTH)
     tasks: list[str] = setting([], "Tasks of lm-evaluation-harness or YAML files, separated by commas.", free_text=True)
     trust_task_code: bool = setting(False, "Allow code in YAML files of tasks, which lm-evaluation-harness runs.")
     seed: int = setting(1337, "Random seed for generated text and for the choice of held-out text.", below=2**63)
@@ -224,13 +230,14 @@ def main(arguments: list[str]) -> None:
         )
     if not accelerator.is_main_process:
         return
-    if options.memorization:
-        sizes = (options.memorization_texts, options.memorization_span)
-        results["memorization"] = memorization(model, store, *sizes, options.seed)
     try:
+        if options.memorization:
+            sizes = (options.memorization_texts, options.memorization_span)
+            results["memorization"] = memorization(model, store, *sizes, options.seed)
         if tasks is not None:
-            results["tasks"] = run_tasks(model, folder, tasks, options.per_device_eval_batch_size)
-    finally:  # if a task fails or is interrupted, the other results are kept
+            for so_far in run_tasks(model, folder, tasks, options.per_device_eval_batch_size):
+                results["tasks"] = so_far
+    finally:  # if something fails or is interrupted, the other results are kept
         if options.json:
             print(json.dumps(results))
         else:

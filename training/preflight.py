@@ -132,15 +132,12 @@ def open_data(config: TrainConfig, accelerator: Accelerator) -> TokenStore:
 
 def recorded_data(config: TrainConfig) -> str | None:
     """Return the identity of the Hub dataset's tokens in the run that this command continues, or None."""
-    if not config.text or dataset_of(config.data.data) is None:
+    if not config.text or dataset_of(config.data.data) is None or "data" in config.settings.allowed:
         return None
-    source, is_new = config.run.resume_from_checkpoint, config.run.overwrite_output_dir
-    if "data" in config.settings.allowed or (is_new and source is None and not restarted().get("has_begun")):
-        return None
-    if source is not None and is_checkpoint(Path(source)):
+    source = config.run.resume_from_checkpoint
+    if source is not None and is_checkpoint(Path(source)) and Path(source).exists():
         return load_state(Path(source)).settings.get("data")
-    own = earlier_run(config.run.folder, config.backup.backup_dir)
-    folder = own if source is None else RunFolder(run_of(Path(source)))
+    folder = earlier_run(config.run, config.backup.backup_dir) if source is None else RunFolder(run_of(Path(source)))
     for checkpoint in reversed(complete_checkpoints(folder.checkpoints) if folder is not None else []):
         with suppress(UserError):
             return load_state(checkpoint).settings.get("data")

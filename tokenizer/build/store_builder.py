@@ -48,6 +48,7 @@ WORK_FILES = (
 SAMPLED_UNITS = 4096  # maximum number of units to train a tokenizer on
 WORKER_BYTES = 300_000_000  # of memory for one process, with a margin
 ESTIMATED_FROM = 1 << 16  # characters that are tokenized to estimate the size of the store
+CACHE_REMEDY = "tokenize with python -m tokenizer.pretokenize --output on another disk, for --data"
 
 
 def pretokenize(
@@ -71,7 +72,7 @@ def pretokenize(
     with disk_errors(folder, RESUMES), closing(workers):
         builder = StoreBuilder(recipe, folder, say, workers, is_cache)
         check_writable(folder)  # before a lock file is written next to the folder
-        with _locked(folder, "", wait=is_cache or shard is not None):
+        with _locked(folder, "", wait=is_cache or shard is not None, is_cache=is_cache):
             if TokenStore.is_store(folder):
                 return builder.open_finished()
             units = list(range(len(builder.plan.units)))
@@ -139,7 +140,7 @@ def most_workers() -> int:
     return max(1, min(cores(logical=True), free_memory() // WORKER_BYTES))
 
 
-def _locked(folder: Path, suffix: str, wait: bool) -> AbstractContextManager:
+def _locked(folder: Path, suffix: str, wait: bool, is_cache: bool = False) -> AbstractContextManager:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         return FileLock(folder.with_name(f".{folder.name}{suffix}.lock")).acquire(timeout=-1 if wait else 0)
@@ -147,7 +148,8 @@ def _locked(folder: Path, suffix: str, wait: bool) -> AbstractContextManager:
         raise UserError(f"Another process is writing {folder}; wait for it, or choose another --output.") from None
     except OSError as error:
         path = error.filename or folder  # for example another user's lock file
-        raise UserError(f"{folder} cannot be created ({path}: {error.strerror}); choose another --output.") from error
+        remedy = CACHE_REMEDY if is_cache else "choose another --output"
+        raise UserError(f"{folder} cannot be created ({path}: {error.strerror}); {remedy}.") from error
 
 
 def _refuse_busy_shards(folder: Path) -> None:
@@ -278,7 +280,7 @@ class StoreBuilder:
         request = arguments.vocab_size or vocabulary.DEFAULT_VOCAB_SIZE
         words = f"{arguments.tokenizer or 'byte-level BPE'}, {size:,} tokens"
         if arguments.tokenizer is None and arguments.tokenizer_type == "character":
-            words = f"{size:,} characters"
+            words = f"{size:,} characters, and no end-of-text token"
         elif arguments.tokenizer is None and size < request:
             words += f" ({request:,} were requested, but the text has no more pairs to merge)"
         self.say(f"Tokenizer: {words}.")
@@ -289,7 +291,9 @@ class StoreBuilder:
         copies = [weight if weight <= 1 else weight + 1 for weight in self.corpus.weights]
         size = sum(map(operator.mul, copies, self.corpus.text_sizes))
         size *= min(1.0, self.recipe.corpus.limit.bytes / max(1, self.corpus.text_size))
-        if shutil.disk_usage(self.folder.parent).free > itemsize * size:  # a token has a byte of text or more
+        size_is_unknown = self.recipe.corpus.limit.documents < math.inf
+        # A token has a byte of text or more.
+        if size_is_unknown or shutil.disk_usage(self.folder.parent).free > itemsize * size:
             return
         texts, head = sample.texts(), ""
         while len(head) < ESTIMATED_FROM and (text := next(texts, "")):
@@ -298,9 +302,7 @@ class StoreBuilder:
         kind = encode.CharacterEncoder if encode.is_character(self.rust) else encode.RustEncoder
         ids, _ = kind(self.rust, np.dtype("<u4"))([head.encode()], [encode.NO_TOKEN])
         per_byte = itemsize * len(ids) / max(1, len(head.encode()))
-        remedy = "make room or name an --output on another disk"
-        if self.is_cache:
-            remedy = "make room, or tokenize with python -m tokenizer.pretokenize --output on another disk, for --data"
+        remedy = f"make room, or {CACHE_REMEDY}" if self.is_cache else "make room or name an --output on another disk"
         require_room(self.folder.parent.absolute(), per_byte * size, "The tokens will need about", remedy)
 
     def do_limited_units(self, limit: Limit) -> list[Part]:

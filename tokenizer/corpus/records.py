@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, TextIO
 
 from tokenizer.corpus import files, hub
@@ -115,39 +115,29 @@ def _with_quotes(lines: Iterator[str], tabs: int) -> Iterator[str]:
 
 
 def _parquet(part: ByteRange) -> Records:
-    from pyarrow import ArrowException, parquet
+    from pyarrow import parquet
 
-    try:
-        with parquet.ParquetFile(part.path) as file:
-            if max(part.start, part.stop or 0) > file.num_row_groups:
-                raise ValueError(SHORTER)
-            row = sum(file.metadata.row_group(i).num_rows for i in range(part.start))
-            for i in range(part.start, file.num_row_groups if part.stop is None else part.stop):
-                group = file.metadata.row_group(i)
-                batch_rows = max(1, min(1024, BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)))
-                for batch in file.iter_batches(batch_rows, row_groups=[i], columns=part.column and [part.column]):
-                    for record in _rows(batch):
-                        row += 1
-                        yield record, {"record": row}
-    except ArrowException as error:  # only some Arrow errors are ValueErrors
-        raise ValueError(error) from error
+    with parquet.ParquetFile(part.path) as file:
+        if max(part.start, part.stop or 0) > file.num_row_groups:
+            raise ValueError(SHORTER)
+        row = sum(file.metadata.row_group(i).num_rows for i in range(part.start))
+        for i in range(part.start, file.num_row_groups if part.stop is None else part.stop):
+            group = file.metadata.row_group(i)
+            batch_rows = max(1, min(1024, BATCH_BYTES * group.num_rows // max(1, group.total_byte_size)))
+            for batch in file.iter_batches(batch_rows, row_groups=[i], columns=part.column and [part.column]):
+                for record in _rows(batch):
+                    row += 1
+                    yield record, {"record": row}
 
 
 def _arrow(part: ByteRange) -> Records:
-    from pyarrow import ArrowException
-
     row = 0
-    try:
-        for i, batch in enumerate(arrow_batches(part.path)):
-            if part.stop is not None and i >= part.stop:
-                return
-            if i >= part.start:
-                batch.validate(full=True)  # otherwise a damaged length can end the process
-                columns = batch.select([part.column]) if part.column else batch
-                yield from ((record, {"record": row + j}) for j, record in enumerate(_rows(columns), start=1))
-            row += batch.num_rows
-    except ArrowException as error:
-        raise ValueError(error) from error
+    for i, batch in enumerate(itertools.islice(arrow_batches(part.path), part.stop)):
+        if i >= part.start:
+            batch.validate(full=True)  # otherwise a damaged length can end the process
+            columns = batch.select([part.column]) if part.column else batch
+            yield from ((record, {"record": row + j}) for j, record in enumerate(_rows(columns), start=1))
+        row += batch.num_rows
 
 
 def arrow_batches(path: str) -> Iterator[Any]:
@@ -193,4 +183,15 @@ def text_column(records: list[dict[str, Any]], name: str | None) -> str | None:
     balance = Counter(column for column, _ in strings)  # values that are not numbers, minus those that are
     balance.subtract(2 * [column for column, value in strings if NUMBER.fullmatch(value.strip())])
     columns = [column for column in balance if balance[column] > 0]
-    return columns[0] if len(columns) == 1 else None
+    nested = [value for _, value in values if isinstance(value, (list, dict))]  # may hold the text, next to a title
+    is_largest = _length(nested) <= _length(value for column, value in strings if column in columns)
+    return columns[0] if len(columns) == 1 and is_largest else None
+
+
+def _length(values: Iterable[Any]) -> int:
+    """Return the total length of the strings in values, lists and dictionaries."""
+    return sum(
+        len(value) if isinstance(value, str) else _length(value.values() if isinstance(value, dict) else value)
+        for value in values
+        if isinstance(value, (str, list, dict))
+    )

@@ -43,7 +43,7 @@ SMALL_TEXT, SMALL_REPEATS, SMALL_EXCESS = 1e7, 8, 50
 LARGEST_DECAY = 0.5  # runs of few steps would have more; nothing above was tried
 TIMESCALES = {"muon": 0.308, "adamw": 0.583}  # B / (rate decay D) of the records that `weight_decay` names
 # Up to this N, new models of the modern family have second targets, and up to that many training tokens an induction
-# circuit. With 3.9M, the loss is lower at 7M tokens and higher from 10M on (docs/log.md).
+# circuit. Its gain ends before 10M (four layers) or 20M (two; docs/log.md).
 SMALL_MODEL, SECOND_TARGET_WEIGHT, CIRCUIT_TOKENS = 4.2e6, 0.5, 5e6
 # Tao et al. 2024, approach 2: N of the blocks, width, vocabulary size, and exponent of the embedding. Below: vocabulary
 # size and N of the blocks, measured here (docs/budget.md).

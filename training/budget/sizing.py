@@ -151,7 +151,7 @@ def resolve(
         return _shortened(config, accelerator, stores), None
     if stores is None:
         config = with_vocabulary(config, accelerator, setup)
-    (earlier_settings, events), values = on_main(accelerator, lambda: _earlier(config)), {}
+    (earlier_settings, events, done), values = on_main(accelerator, lambda: _earlier(config)), {}
     is_same = all(earlier_settings.get(name) == value for name, value in vars(config.budget).items())
     repeats = is_same and config.budget.budget is not None
     if repeats:
@@ -183,7 +183,7 @@ def resolve(
     sizing = Sizer(config, accelerator, setup, sizes).choose(usage, tokenization, sample)
     settings = sizing.option.settings
     adds_steps = sizing.deadline is not None and continues and not config.cost.plan  # a plan is of the new steps
-    if adds_steps and (done := on_main(accelerator, lambda: _steps_done(config))):
+    if adds_steps and done:
         most_steps = int(sizing.option.most_tokens / settings["tokens_per_step"])
         settings = settings | {"max_steps": min(done + settings["max_steps"], most_steps)}
     return config.with_settings(settings), sizing
@@ -245,6 +245,7 @@ class Sizer:
         depth = config.budget.depth or self.given.get("n_layer") or self.given.get("n_embd", 0) // WIDTH
         self.depths = [depth] if depth else range(1, DEEPEST + 1)
         self.memory = on_main(accelerator, lambda: available_memory(accelerator, config.cost.plan_device, 0))
+        self.device = on_main(accelerator, lambda: device_name(accelerator.device))  # other machines may have others
         self.left: float | None = None  # seconds of the budget that are left; None: no time limit
         self.flops, self.mfu, self.source = 0.0, None, ""  # FLOP/s of all devices
 
@@ -406,13 +407,13 @@ class Sizer:
         return Throughput(speed, self.source, self.mfu, startup=STARTUP[self.setup.torch_compile])
 
     def _price(self) -> Price:
-        devices = device_name(self.accelerator.device), self.config.cost.plan_device
-        return price_of(*devices, self.config.cost.hourly_price, self.accelerator.num_processes)
+        cost, processes = self.config.cost, self.accelerator.num_processes
+        return price_of(self.device, cost.plan_device, cost.hourly_price, processes)
 
     def _assume_speed(self) -> str:
         """Set FLOP/s to those usual for the device, or a guess. Return its name."""
         plan_device, processes = self.config.cost.plan_device, self.accelerator.num_processes
-        device = RENTALS[plan_device].datasheet if plan_device else device_name(self.accelerator.device)
+        device = RENTALS[plan_device].datasheet if plan_device else self.device
         peak = peak_flops(device, self.setup.mixed_precision)
         _, usual, _ = reported_mfu(device) or DEFAULT_MFU
         self.flops = processes * (usual * peak if peak else GUESSES.get(self.accelerator.device.type, 3e12))
@@ -463,21 +464,15 @@ class Sizer:
         )
 
 
-def _earlier(config: TrainConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the settings and events of the run that this command continues, from its folder or its backup."""
-    if config.cost.plan or (config.run.overwrite_output_dir and not restarted().get("has_begun")):
-        return {}, []
-    folder = earlier_run(config.run.folder, config.backup.backup_dir)
-    return ({}, []) if folder is None else (read_yaml(folder.config), read_events(folder.events))
-
-
-def _steps_done(config: TrainConfig) -> int:
-    """Return the step of the checkpoint that this command continues from, or 0."""
-    source, own = config.run.resume_from_checkpoint, earlier_run(config.run.folder, config.backup.backup_dir)
-    done = own.newest_step() if own is not None and not config.run.overwrite_output_dir else 0
-    if source is None or done:
-        return done
-    return step_of(path) if is_checkpoint(path := Path(source)) else RunFolder(run_of(path)).newest_step()
+def _earlier(config: TrainConfig) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
+    """Return the settings and events of the run that this command continues, from its folder or its backup, and the
+    step of the checkpoint that it continues from, or 0."""
+    source = config.run.resume_from_checkpoint
+    folder = None if config.cost.plan else earlier_run(config.run, config.backup.backup_dir)
+    step = folder.newest_step() if folder is not None else 0
+    if source is not None and not step:
+        step = step_of(path) if is_checkpoint(path := Path(source)) else RunFolder(run_of(path)).newest_step()
+    return ({}, [], step) if folder is None else (read_yaml(folder.config), read_events(folder.events), step)
 
 
 def seconds_spent(events: list[dict[str, Any]]) -> float:

@@ -25,11 +25,13 @@ from common.settings_file import read_yaml
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.checkpoint import DamageError, complete_checkpoints, is_linked, listed_files, step_of
 from training.checkpoints.metrics import best_step, read_metrics
-from training.checkpoints.run_folder import RunFolder, may_hold_run
+from training.checkpoints.run_folder import RunArguments, RunFolder, may_hold_run
 from training.runtime.console import clock
+from training.runtime.restart import restarted
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds between attempts
 LONGEST_WAIT = 600.0  # seconds that the end of a run waits for the drive
+SHORT_WAIT = 15.0  # the same after an error, with several processes: their launcher allows 30 in total
 
 
 @dataclass
@@ -49,12 +51,12 @@ class BackupArguments:
                 f"backup_dir {self.backup_dir} puts the backup into the run's own folder; name a folder on another "
                 "drive, or, to restore a run from its backup, add --output_dir with the folder of the run."
             )
-        elif backup.parent.exists() and not backup.parent.is_dir():
-            yield f"backup_dir is {self.backup_dir}, which is a file; name a folder on another drive."
-        else:
-            with suppress(OSError):  # an unreadable drive is reported when the run looks for its backup
-                if not may_hold_run(RunFolder(backup)):
-                    yield f"{backup} exists and is not a backup of a run; choose another --backup_dir or --output_dir."
+            return
+        with suppress(OSError):  # an unreadable drive is reported when the run looks for its backup
+            if backup.parent.exists() and not backup.parent.is_dir():
+                yield f"backup_dir is {self.backup_dir}, which is a file; name a folder on another drive."
+            elif not may_hold_run(RunFolder(backup)):
+                yield f"{backup} exists and is not a backup of a run; choose another --backup_dir or --output_dir."
 
 
 class Backup:
@@ -148,15 +150,14 @@ class Backup:
             self.update()
             pause = None if self.problem is None else min(2 * (pause or FIRST_PAUSE / 2), LONGEST_PAUSE)
 
-    def finish(self) -> None:
-        """Copy the newest checkpoint and the logs, and wait at most `LONGEST_WAIT`. An unavailable drive is tried
-        once."""
+    def finish(self, seconds: float = LONGEST_WAIT) -> None:
+        """Copy the newest checkpoint and the logs, and wait at most `seconds`. An unavailable drive is tried once."""
         self._is_closing = True
         self.submit()
         self._thread.join(1.0)  # usually enough, so that no waiting has to be reported
         if self._thread.is_alive():
-            self.say(f"Backup:  waiting for {self.there.path}, at most {clock(LONGEST_WAIT)} (Ctrl-C twice ends it)")
-            self._thread.join(LONGEST_WAIT)
+            self.say(f"Backup:  waiting for {self.there.path}, at most {clock(seconds)} (Ctrl-C twice ends it)")
+            self._thread.join(seconds)
         if problem := "the drive is too slow" if self._thread.is_alive() else self.problem:
             self.say(
                 f"WARNING: The backup in {self.there.path} is incomplete ({problem}); copy {self.run.path} there "
@@ -211,6 +212,8 @@ class Backup:
                 f"it holds {unknown[-1].name}, which this run did not resume from and does not replace; run the "
                 "command again to resume from it, or delete it"
             )
+        for path in unknown:  # first: next to the new settings, it would look like the run's own
+            discard(path, checkpoints.FILES)
         self.submitted.add(checkpoint.name)
         _copy_files(self.run, self.there)  # before the checkpoint is complete, so that the log always reaches its step
         target, is_complete = backup / checkpoint.name, False
@@ -220,7 +223,7 @@ class Backup:
             checkpoints.copy(checkpoint, target)
         _copy_files(self.run, self.there)  # again: the copy takes long, and this step may have been validated meanwhile
         for path in later_checkpoints:
-            if path.name != checkpoint.name and (path in unknown or step_of(path) > step_of(checkpoint)):  # rolled back
+            if path.name != checkpoint.name and step_of(path) > step_of(checkpoint):  # rolled back
                 discard(path, checkpoints.FILES)
         self.may_replace = False
         checkpoints.sweep(backup)
@@ -235,10 +238,18 @@ def _copy_files(source: RunFolder, target: RunFolder, protected_files: Collectio
                 copy_file(file, partial)
 
 
-def earlier_run(run: RunFolder, backup_dir: str | None) -> RunFolder | None:
-    """Return the folder of a run if it has begun, otherwise that of its backup, or None if neither has settings."""
+def earlier_run(arguments: RunArguments, backup_dir: str | None) -> RunFolder | None:
+    """Return the folder of the run if it has begun, otherwise that of its backup, or None if neither has settings, or
+    if the command will replace them."""
+    if arguments.overwrite_output_dir and not restarted().get("has_begun"):
+        return None
+    run = arguments.folder
     folders = [run, *([RunFolder(_backup_folder(backup_dir, run.path))] if backup_dir is not None else [])]
-    return next((folder for folder in folders if folder.config.is_file() and folder.is_run()), None)
+    for folder in folders:
+        with suppress(OSError):  # the drive of the backup may be gone
+            if folder.config.is_file() and folder.is_run():
+                return folder
+    return None
 
 
 def _backup_folder(backup_dir: str | Path, output_dir: str | Path) -> Path:

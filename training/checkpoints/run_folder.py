@@ -33,6 +33,7 @@ from training.checkpoints.metrics import best_step, forget_after, read_events
 from training.checkpoints.samples import forget_samples_after
 from training.checkpoints.status import check_run_format, is_status
 from training.runtime.console import say
+from training.runtime.restart import restarted
 
 CONFIG_FILE = "config.yaml"
 # A folder with only these names counts as empty.
@@ -182,10 +183,11 @@ def run_of(path: Path) -> Path:
         run = path.parent.parent
     elif path.name in ("model", "checkpoints") and not RunFolder(path).is_run():
         run = path.parent
-    if is_checkpoint(path) and run.is_dir() and not path.exists():
+    is_gone = is_checkpoint(path) and run.is_dir() and not path.exists()
+    if is_gone and not restarted().get("has_begun"):  # a run that restarts itself may have deleted it
         names = [checkpoint.name for checkpoint in checkpoints.complete_checkpoints(path.parent)]
         raise UserError(f"{path} does not exist; {run} has {', '.join(names) or 'no checkpoint'}.")
-    if not path.exists() or not RunFolder(run).is_run():
+    if not (is_gone or path.exists()) or not RunFolder(run).is_run():
         raise UserError(f"{path} is neither a run folder nor a checkpoint in one.")
     if not (run / CONFIG_FILE).is_file():
         raise UserError(f"{run} has no {CONFIG_FILE}; restore it from a backup, or train in another folder.")

@@ -100,7 +100,7 @@ def find_store(recipe: Recipe, recorded: str | None = None) -> TokenStore | None
 def find_recorded_store(data: str, identity: str) -> TokenStore | None:
     """Return the token store `data`, or if it is text, the cached store with the tokens of this identity. The text is
     not read. Return None if the store is damaged or no longer exists."""
-    folder = Path(data) if is_store(data) else find_cached(identity)
+    folder = Path(data).expanduser() if is_store(data) else find_cached(identity)
     with suppress(UserError):
         if folder and read_metadata(folder).identity == identity:  # a store may have been built again
             return TokenStore(folder)
@@ -122,7 +122,7 @@ def _folder_of(recipe: Recipe, recorded: str | None) -> Path:
     `UserError` if the text does not exist."""
     [data] = recipe.inputs
     if is_store(data):
-        return Path(data)
+        return Path(data).expanduser()
     if recorded is not None and (folder := find_cached(recorded, recipe.settings())) is not None:
         return folder
     key = _sha256(f"{_text_hash(Corpus([data], recipe.corpus))} {recipe.settings()}")
@@ -160,14 +160,16 @@ def _sha256(text: str) -> str:
 
 def name_of(data: str) -> str:
     """Return a short name for a text or a store: `books/*.txt` and `books/` are both `books`."""
-    path = Path(data).expanduser()
-    folder = path.parent if set(path.name) & set("*?[") else path
+    folder = Path(data).expanduser()
+    while set(str(folder)) & set("*?[") and not os.path.lexists(folder):
+        folder = folder.parent
     return re.sub(r"[^\w.-]+", "-", folder.resolve().stem).strip(".-") or "run"
 
 
 def is_store(data: str) -> bool:
     """Return whether `data` is a token store, even a damaged one, rather than text."""
-    return TokenStore.is_store(data) or (Path(data) / "train.bin").is_file()
+    folder = Path(data).expanduser()
+    return TokenStore.is_store(folder) or (folder / "train.bin").is_file()
 
 
 def choose_placement(choice: str, n_bytes: int, device: torch.device, local_processes: int) -> Placement:

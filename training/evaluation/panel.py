@@ -70,6 +70,8 @@ class HeldOut:
                     raise UserError(problem)
                 positions = start + np.array([begin for begin, _ in encoding.offsets], dtype=np.int64)
                 places = np.searchsorted(self.edges, positions, side="right") - 1
+                # A tokenizer that trims offsets places a last blank at the end of the text.
+                places = np.minimum(places, len(self.edges) - 2)
                 documents.append((np.array(encoding.ids, dtype=np.int64), places))
         return documents
 
@@ -105,7 +107,7 @@ def nats_of_model(
             logits = model(input_ids=token_rows[:, :-1], use_cache=False).logits
         targets = token_rows[:, 1:]
         nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none").view(targets.shape)
-        for row, (tokens, unit) in zip(nats.double().cpu().numpy(), batch, strict=True):
+        for row, (tokens, unit) in zip(nats.cpu().double().numpy(), batch, strict=True):
             np.add.at(sums, unit, row[len(tokens) - 1 - len(unit) : len(tokens) - 1])
     return sum_of_processes(sums, accelerator)
 

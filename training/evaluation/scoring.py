@@ -103,7 +103,7 @@ def score_split(
         is_target = (targets != IGNORE_INDEX).cpu().numpy()
         places = (begin[:, None] + np.arange(1, context + 1))[is_target]  # positions in the split
         unit = np.searchsorted(edges, places, side="right") - 1
-        np.add.at(nats, unit, costs.view(targets.shape).double().cpu().numpy()[is_target])
+        np.add.at(nats, unit, costs.view(targets.shape).cpu().double().numpy()[is_target])
     nats = sum_of_processes(nats, accelerator)
     targets_of_units = np.diff(edges)
     targets_of_units[0] -= 1  # the first token is not a target

@@ -11,6 +11,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from common.errors import UserError
 from common.removal import discard
 from training.checkpoints import checkpoint as checkpoints
+from training.checkpoints.backup import LONGEST_WAIT, SHORT_WAIT
 from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.saver import Saver
 from training.checkpoints.status import record, write_status
@@ -135,6 +136,7 @@ class RunGuard:
         accelerator = self.run.accelerator
         if accelerator.num_processes > 1 and is_of_the_group(error):
             return  # the watchdog around this guard reports the cause
+        self.watchdog.is_ending = True
         if isinstance(error, BackendCompilerFailed):
             time.sleep(TICK)  # a signal to all processes of a job also ends the compiler, which may be noticed first
             if self.stopper.requested:
@@ -164,7 +166,8 @@ class RunGuard:
             with suppress(OSError):
                 write_report(self.run.folder)
         if self.run.backup is not None:
-            self.run.backup.finish()
+            is_short = state == "failed" and self.run.accelerator.num_processes > 1
+            self.run.backup.finish(SHORT_WAIT if is_short else LONGEST_WAIT)
 
     def _record(self, state: str, reason: str) -> None:
         if self.has_begun and self.run.accelerator.is_main_process:

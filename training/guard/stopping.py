@@ -31,6 +31,8 @@ LAUNCHER_DEATH = "the launcher died"
 SAVE_FAILURE = "a checkpoint could not be written"
 EXIT_CODES = {"max_hours": 0, "SIGHUP": 129, LAUNCHER_DEATH: 143, "SIGINT": 130, "SIGTERM": 143, SAVE_FAILURE: 1}
 _REASONS = list(EXIT_CODES)
+if sys.platform == "win32":
+    sys.exit("error: Training needs Unix signals, which Windows lacks: use WSL2 (docs/installation.md).")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 GRACE = 60.0  # seconds that the main thread has to finish its step and exit

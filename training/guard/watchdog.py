@@ -108,6 +108,7 @@ class Watchdog:
         """The status in `folder` records why the processes ended."""
         self.rank, self.processes, self.ddp_timeout, self.folder = rank, processes, ddp_timeout, folder
         self.phase = "start"  # phase of the main thread, such as `step 12`; follows `at` in messages
+        self.is_ending = False  # while the main thread cleans up after an error, which others may have too
         self._pulse = Pulse(rank, socket.gethostname(), _machine(), os.getpid())
         self._last_words: dict[str, Any] = {}  # final fields of the pulse, set by the main thread
         self._wish: dict[str, Any] | None = None  # an order that this process wants to give
@@ -179,7 +180,7 @@ class Watchdog:
             self._table[pulse.rank] = replace(pulse, silence=silence, state=states.get(pulse.rank, ""))
         pulses = [self._table[rank] for rank in sorted(self._table)]
         self._trouble += INTERVAL * any(pulse.error or pulse.failure for pulse in pulses)
-        fault = find_fault(self.rank, pulses, self._trouble, self.ddp_timeout)
+        fault = None if self.is_ending else find_fault(self.rank, pulses, self._trouble, self.ddp_timeout)
         if fault is None:
             return None
         for pulse in pulses:

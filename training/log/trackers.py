@@ -14,6 +14,7 @@ from common.atomic import write_atomic
 from common.errors import UserError
 from common.limits import free
 from training.checkpoints.run_folder import RunFolder
+from training.runtime.restart import restarted
 
 STEP = "train/global_step"  # the x axis in W&B, as Transformers' Trainer names it
 
@@ -22,14 +23,18 @@ STEP = "train/global_step"  # the x axis in W&B, as Transformers' Trainer names 
 class LoggingArguments:
     logging_steps: int = free(10, "Steps between log lines; each line waits for the device once.", minimum=1)
     verbose: bool = free(False, "Print the whole estimate of --plan at the start of the run, before the first step.")
-    report_to: list[str] = free([], "Trackers supported by Accelerate: tensorboard, wandb, ... or all.")
+    report_to: list[str] = free([], "Trackers supported by Accelerate: tensorboard, wandb, ... or all, or none.")
     notes: str | None = free(None, "A note for report, model card and trackers: why this run?", free_text=True)
     project: str = free("gpt2scratch", "Project name in the trackers; runs are named after their folders.")
+
+    @property
+    def trackers(self) -> list[str] | None:
+        return [name for name in self.report_to if name != "none"] or None
 
     def problems(self) -> Iterator[str]:
         """Yield problems that Accelerate would ignore silently or turn into a traceback."""
         names, available = list(map(str, LoggerType)), list(map(str, get_available_trackers()))
-        for name in self.report_to:
+        for name in self.trackers or []:
             if name not in names:
                 yield f"report_to names {name!r}; the available trackers are {', '.join(names)}."
             elif name not in ("all", *available):
@@ -64,7 +69,10 @@ def open_trackers(
     try:
         accelerator.init_trackers(project, init_kwargs=options)
     except Exception as error:  # not logged in, no network
-        raise UserError(f"A tracker of --report_to cannot start: {error}. Correct that, or leave it out.") from error
+        problem = f"A tracker of --report_to cannot start: {error}."
+        if not restarted().get("has_begun"):
+            raise UserError(f"{problem} Correct that, or use --report_to none.") from error
+        print(f"WARNING: {problem} The run continues without it.", flush=True)
     for tracker in accelerator.trackers:
         if tracker.name == "tensorboard":
             # As text, because Accelerate's own method would create another TensorBoard run at each start.

@@ -119,7 +119,7 @@ def print_end(run: Run, arguments: RunArguments, step: int, reason: str | None) 
     opening = next((line for line in run.sampling.sample_prompts[0].splitlines() if line.strip()), "")
     say(
         f"\nDone. Model: {folder.model}; report: {folder.report}. Next:\n"
-        f"  python generate.py {path} --prompt {quote(opening)}\n"
+        f"  python generate.py {path} --prompt={quote(opening)}\n"
         f"  python -m training.evaluate {path} --compare\n"
         f"  python -m publishing.demo {path}\n"
         f"  python -m examples.finetune_chat {path} --data CHATS.jsonl\n"

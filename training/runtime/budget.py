@@ -14,7 +14,8 @@ SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 LONGEST = 100 * 365 * 86_400  # seconds of a budget
 NUMBER = r"(\d{1,15}(?:\.\d{1,9})?(?:e\+?\d{1,2})?)"
 AMOUNT_PATTERN = re.compile(rf"{NUMBER}\s*({'|'.join(SECONDS)}|usd|units|flops)", re.ASCII)
-IN_COLAB = "COLAB_RELEASE_TAG" in os.environ
+# Kaggle has Colab's image.
+IN_COLAB = "COLAB_RELEASE_TAG" in os.environ and "KAGGLE_KERNEL_RUN_TYPE" not in os.environ
 FORMS = "such as 90m, 3h, 5usd, 120units (of Colab) or 2e18flops"
 
 
