@@ -249,6 +249,11 @@ def test_checkpoints_of_another_run_are_not_replaced(make, tmp_path):
     remainder, output = back_up(new_run, may_replace=False)
     assert "it holds step_00000500, which this run did not resume from" in output[0]
     assert remainder == ["step_00000500"]
+    written = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backup, "_copy_files", lambda source, target: written.append(names(target)))
+        back_up(new_run, may_replace=True)
+    assert written[0] == []  # otherwise, a kill would leave the old checkpoint next to the new settings
     assert back_up(new_run, may_replace=True)[0] == ["step_00000001"]  # --overwrite_output_dir
     for folder in (tmp_path, tmp_path / "x", tmp_path / "x" / "checkpoints"):
         assert "into the run's own folder" in next(BackupArguments(str(folder)).problems(tmp_path / "x"))

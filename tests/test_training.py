@@ -18,12 +18,14 @@ from publishing.published_model import find_folder
 from training import compare_runs
 from training.checkpoints.checkpoint import damage, prune
 from training.checkpoints.metrics import comparable_loss
+from training.checkpoints.run_folder import run_of
 from training.checkpoints.samples import fenced, read_samples
 from training.checkpoints.status import now
 from training.data.run_data import name_of
 from training.evaluate import store_and_masking
 from training.evaluation.scoring import eval_windows
 from training.guard import health
+from training.log.trackers import LoggingArguments
 
 
 def test_a_run_writes_the_documented_files_and_its_config_reproduces_it(finished, tmp_path, capsys):
@@ -230,6 +232,9 @@ def test_a_moved_run_resumes_and_a_missing_checkpoint_lists_the_others(train, tm
     run = train(tmp_path / "run", max_steps=3).rename(tmp_path / "moved")
     path = run / "checkpoints" / "step_00000005"
     assert_user_error(f"{path.name} does not exist; .* has step_00000003", train, None, resume_from_checkpoint=path)
+    with pytest.MonkeyPatch.context() as patch:  # a run that restarts itself may have pruned it
+        patch.setenv("GPT2SCRATCH_RESTART", '{"has_begun": true}')
+        assert run_of(path) == run
     train(None, "--resume_from_checkpoint", str(run), max_steps=4)
     assert metrics(run)[-1]["step"] == 4
     assert not (tmp_path / "run").exists()
@@ -242,7 +247,9 @@ def test_raw_text_trains_without_the_prompts_of_the_quickstart(train, tmp_path, 
     assert GPT2ScratchForCausalLM.from_pretrained(run / "model").config.vocab_size == 280
     assert len(list((tmp_path / "cache").glob("mine-*/metadata.json"))) == 1
     assert "class" not in (run / "samples.md").read_text()
-    assert {name_of(f"{tmp_path}{end}") for end in ("", "/", "/*.txt")} == {tmp_path.name}
+    assert {name_of(f"{tmp_path}{end}") for end in ("", "/", "/*.txt", "/**/a*.txt")} == {tmp_path.name}
+    (tmp_path / "wiki [2024]").mkdir()
+    assert name_of(f"{tmp_path}/wiki [2024]") == "wiki-2024"
 
 
 def test_character_vocabulary_overrides_the_size_in_a_yaml_file(train, tmp_path, monkeypatch, capsys):
@@ -308,6 +315,11 @@ def test_a_tracker_that_fails_is_reported_and_the_run_continues(train, tmp_path,
     monkeypatch.setattr(TensorBoardTracker, "start", fail)
     sentence = "A tracker of --report_to cannot start: Connection lost"
     assert_user_error(sentence, train, tmp_path / "other", report_to="tensorboard")
+    monkeypatch.setenv("GPT2SCRATCH_RESTART", '{"has_begun": true, "because": "out of memory"}')
+    run = train(tmp_path / "other", report_to="tensorboard")
+    assert f"WARNING: {sentence}" in capsys.readouterr().out
+    assert metrics(run)[-1]["step"] == 6
+    assert LoggingArguments(report_to=["none"]).trackers is None
 
 
 def test_a_spike_at_the_default_threshold_is_reported_without_a_rollback(train, tmp_path, monkeypatch, capsys):

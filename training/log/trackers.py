@@ -72,7 +72,8 @@ def open_trackers(
         problem = f"A tracker of --report_to cannot start: {error}."
         if not restarted().get("has_begun"):
             raise UserError(f"{problem} Correct that, or use --report_to none.") from error
-        print(f"WARNING: {problem} The run continues without it.", flush=True)
+        print(f"WARNING: {problem} The run continues without trackers.", flush=True)
+        accelerator.trackers = []
     for tracker in accelerator.trackers:
         if tracker.name == "tensorboard":
             # As text, because Accelerate's own method would create another TensorBoard run at each start.
