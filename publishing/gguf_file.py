@@ -241,7 +241,7 @@ def _add_vocabulary(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int)
 class GGUFArguments:
     paths: list[str] = setting([], "The model (a run, a checkpoint or a model folder) and the file to write.")
     type: Literal["f16", "q8_0"] = setting("f16", "Type of the matrices: f16 uses 2 bytes per weight, q8_0 uses 1.06.")
-    name: str | None = setting(None, "Name stored in the file; default: the name of the run.")
+    name: str | None = setting(None, "Name stored in the file; default: the name of its folder.")
     license: str | None = setting(None, "License of the weights, such as mit.")
 
     def check(self) -> None:

@@ -24,7 +24,7 @@ from tokenizer.store.store import TokenStore
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.loading import load_own_model, model_errors
 from training.checkpoints.metrics import read_metrics
-from training.checkpoints.run_folder import RunFolder, find_checkpoint, is_checkpoint, run_of
+from training.checkpoints.run_folder import FOLDERS, RunFolder, find_checkpoint, is_checkpoint, run_of
 from training.checkpoints.samples import read_samples
 from training.config import read_config
 from training.data.run_data import find_recorded_store
@@ -106,8 +106,9 @@ def find_folder(path: Path, choice: str | None) -> Path:
     """Return the checkpoint or model folder to publish. `choice` selects the checkpoint of a run: `last`, `best` or a
     step (None: that of the run's model). Raise a `UserError` if it does not exist or is damaged."""
     real = path.resolve()  # of `.` in a checkpoint or in a run's model/
-    path = real if is_checkpoint(real) or RunFolder(real.parent).is_run() else path
-    if (path / CONFIG).is_file() and not is_checkpoint(path) and not RunFolder(path.parent).is_run():
+    is_part = is_checkpoint(real) or (real.name in FOLDERS and RunFolder(real.parent).is_run())
+    path = real if is_part else path
+    if (path / CONFIG).is_file() and not is_part:
         if choice is not None:
             raise UserError(f"{path} is a model without a run and has no checkpoint {choice}; leave --checkpoint out.")
         return path

@@ -7,6 +7,7 @@ import tarfile
 from base64 import b64encode
 from contextlib import suppress
 from hashlib import sha512
+from http.client import HTTPException
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
@@ -162,7 +163,7 @@ def write_runtime(folder: Path) -> None:
     try:
         with urlopen(PACKAGE.as_uri() if is_kept else source, timeout=60) as answer:
             package = answer.read()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise UserError(f"{source} cannot be loaded ({error}); try again, or add --cdn to use a CDN.") from error
     if b64encode(sha512(package).digest()).decode() != INTEGRITY:
         raise UserError(f"{source} is not onnxruntime-web {VERSION}: its SHA-512 differs; delete it, and try again.")

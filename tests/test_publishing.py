@@ -105,6 +105,8 @@ def test_the_requested_checkpoint_is_chosen(a_copy):
     assert [find_folder(a_copy, choice).name for choice in (None, "last", "best", "2")] == steps
     assert find_folder(a_copy / "checkpoints" / "step_00000004", None).name == "step_00000004"
     assert find_folder(a_copy / "model", "best").name == "step_00000004"
+    tuned = shutil.copytree(a_copy / "model", a_copy / "chats")  # fine-tuned there
+    assert find_folder(tuned, None) == tuned
     assert_user_error(r"checkpoint is 3, but .* has these checkpoint steps: 2, 4, 6; use one", find_folder, a_copy, "3")
     assert_user_error("remove --checkpoint best", find_folder, a_copy / "checkpoints" / "step_00000004", "best")
     (a_copy / "metrics.jsonl").write_text("")
@@ -281,7 +283,8 @@ def test_a_loss_that_differs_from_the_run_or_cannot_be_compared_is_reported(a_co
     config = a_copy / "config.yaml"
     config.write_text(re.sub(r"^data: .*$", f"data: {a_copy / 'gone'}", config.read_text(), flags=re.MULTILINE))
     check(verify.expect(PublishedModel.read(find_folder(a_copy, None))))
-    assert f"the text or token store of the run, {a_copy / 'gone'}, no longer exists" in capsys.readouterr().out
+    sentence = f"there is no intact token store with the tokens of the run ({a_copy / 'gone'})"
+    assert sentence in capsys.readouterr().out
 
 
 def test_a_modern_model_with_an_untied_head_and_masked_documents_is_verified(train, tmp_path, capsys):

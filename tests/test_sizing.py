@@ -346,20 +346,28 @@ def test_the_length_follows_from_the_measured_speed():
 
 
 def test_the_length_is_final_before_the_rates_fall(store, monkeypatch):
-    """The measured lengths count until the first log line after 35% of the steps, and not after it."""
+    """The measured lengths count until the first log line after 35% of the steps, and not after it. If the first line
+    comes while the rates fall, the run may only become shorter."""
     monkeypatch.setattr("training.budget.pacer.on_main", lambda accelerator, task: task())
-    budgeted, lengths, sentences = pacer(100, 1.0), [1000, 800, 900, 1000, 500], []
-    budgeted.config, budgeted._write = read_config(["--data", str(store.folder)], check), sentences.append
-    budgeted.run.accelerator, budgeted.run.start = None, SimpleNamespace(state=SimpleNamespace(settings={}))
-    monkeypatch.setattr(budgeted, "_corrected", lambda step, log: lengths.pop(0))
-    for step in (100, 200, 300, 360, 400):
-        budgeted.correct(step, SimpleNamespace(say=sentences.append))
-    assert (budgeted.run.plan.max_steps, budgeted.config.length.max_steps, lengths) == (1000, 1000, [500])
-    assert sentences == [
-        "Budget:  the run has 1,000 steps, by the measured speed. This number is now final.",
-        360,
-    ]
-    assert 1 - budgeted.config.optim.cooldown_fraction > FINAL
+    config = read_config(["--data", str(store.folder)], check)
+    assert 1 - config.optim.cooldown_fraction > FINAL
+    for planned, measured, end in (
+        (1000, {100: 1000, 200: 800, 300: 900, 350: 1000, 400: 500}, 1000),
+        (72, {50: 114}, 72),
+        (72, {50: 60}, 60),
+        (40, {40: 64}, 40),
+    ):
+        budgeted, lengths, sentences = pacer(planned, 1.0), list(measured.values()), []
+        budgeted.config, budgeted._write = config, sentences.append
+        budgeted.run.accelerator, budgeted.run.start = None, SimpleNamespace(state=SimpleNamespace(settings={}))
+        monkeypatch.setattr(budgeted, "_corrected", lambda step, log, lengths=lengths: lengths.pop(0))
+        for step in measured:
+            budgeted.correct(step, SimpleNamespace(say=sentences.append))
+        final = [*measured][:4][-1]
+        assert (budgeted.run.plan.max_steps, budgeted.config.length.max_steps) == (end, end)
+        words = f"Budget:  the run has {end:,} steps, by the measured speed. This number is now final."
+        assert sentences == [words, final]
+        assert len(lengths) == max(0, len(measured) - 4)
 
 
 def test_the_law_of_small_models_is_the_fit_of_the_result_file():

@@ -139,7 +139,7 @@ class TrainConfig:
     def is_resolved(self) -> bool:
         """True if budget or depth are those of a file, and the run or the user decided the length afterwards."""
         has_length = "max_steps" in self.given or bool(LENGTHS & self.flags)
-        is_sized = self.sources.get("initializer_range") == "file"  # the budget has chosen the model
+        is_sized = self.sources.get("adam_epsilon") == "file"  # a run has written the file, and no preset has this
         return not {"budget", "depth"} & self.flags and has_length and is_sized
 
     @property
@@ -229,6 +229,7 @@ def _given(flags: dict[str, Any], file: dict[str, Any]) -> TrainConfig:
         file = {name: value for name, value in file.items() if name not in LENGTHS}
     if "init_from" in flags and "budget" in flags and "config" not in flags:  # which chooses the rest
         file = {name: value for name, value in file.items() if name not in CHOICES - {"learning_rate"}}
+        file["min_learning_rate"] = 0.0
     values = file | flags
     if values.get("data") is None:
         raise UserError("No training data is named: set --data to a text file, a folder or a token store.")

@@ -37,7 +37,11 @@ class Pacer:
         if self.deadline is None:
             return
         plan = self.run.plan
-        plan.max_steps = on_main(self.run.accelerator, lambda: self._corrected(step, log))
+        steps = on_main(self.run.accelerator, lambda: self._corrected(step, log))
+        if step < plan.max_steps * (1 - self.config.optim.cooldown_fraction):
+            plan.max_steps = steps
+        elif step < plan.max_steps:  # the rates fall: with more steps, they would rise again
+            plan.max_steps = min(plan.max_steps, steps)
         if step < FINAL * plan.max_steps:
             return
         self.deadline = None

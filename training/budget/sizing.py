@@ -44,8 +44,8 @@ ARCHITECTURE = {"activation_function", "normalization", "rope_theta", "use_bias"
 ARCHITECTURE |= {"layer_norm_epsilon", "optimizer"}
 WIDTH = 64  # per layer, as in nanochat and in GPT-2 small
 DEEPEST = 100  # layers
-# Validations of a run whose first step takes no time, each with a checkpoint. The oldest of the last four is from the
-# stable phase. If they were more in a run that starts slowly, it would end late.
+# Validations of a run whose first step takes no time, each with a checkpoint. The first is in the stable phase. If they
+# were more in a run that starts slowly, it would end late.
 VALIDATIONS = 5
 SCORED_TOKENS = 32_768  # of a validation before the last
 # To choose a vocabulary before the text is tokenized: usual bytes per token, and the bytes of a text of unknown size.
@@ -226,6 +226,7 @@ def _shortened(config: TrainConfig, accelerator: Accelerator, stores: list[Token
         decay = scaling.weight_decay(optim.optimizer, optim.learning_rate, batch, steps * batch)
         settings |= {"max_steps": steps, "weight_decay": float(f"{decay:.3g}"), "logging_steps": max(1, steps // 30)}
         settings |= dict.fromkeys(("eval_steps", "save_steps"), math.ceil(steps / VALIDATIONS))
+        settings["save_total_limit"] = VALIDATIONS
         settings["warmup_steps"] = min(optim.warmup_steps, round(0.05 * steps))
     return config.with_settings({name: value for name, value in settings.items() if name not in config.given})
 
@@ -238,12 +239,14 @@ class Sizer:
         self.config, self.accelerator, self.setup = config, accelerator, setup
         self.vocab_size, self.tokens, self.val_tokens = sizes
         self.given = {name: value for name, value in config.flat().items() if name in CHOICES & config.given}
-        default = "gpt2" if config.has_model_file and config.optim.optimizer == "adamw" else "modern"
-        self.family = config.budget.family or default
+        is_gpt2 = config.has_model_file and config.optim.optimizer == "adamw" and not config.model.is_modern
+        self.family = config.budget.family or ("gpt2" if is_gpt2 else "modern")
         content = {} if config.has_model_file else read_yaml(PRESET_OF[self.family])
         self.architecture = {name: content[name] for name in ARCHITECTURE & content.keys()}
         depth = config.budget.depth or self.given.get("n_layer") or self.given.get("n_embd", 0) // WIDTH
-        self.depths = [depth] if depth else range(1, DEEPEST + 1)
+        heads, width = self.given.get("n_head"), self.given.get("n_embd")
+        fitting = [each for each in range(1, DEEPEST + 1) if (width or WIDTH * each) % (heads or each) == 0]
+        self.depths = [depth] if depth else fitting or range(1, DEEPEST + 1)
         self.memory = on_main(accelerator, lambda: available_memory(accelerator, config.cost.plan_device, 0))
         self.device = on_main(accelerator, lambda: device_name(accelerator.device))  # other machines may have others
         self.left: float | None = None  # seconds of the budget that are left; None: no time limit
@@ -369,7 +372,7 @@ class Sizer:
             "tokens_per_step": batch,
             "eval_steps": interval,
             "save_steps": interval,
-            "save_total_limit": VALIDATIONS - 1,
+            "save_total_limit": VALIDATIONS,
             "max_eval_samples": max(1, SCORED_TOKENS // model.n_positions),
             "logging_steps": max(1, min(50, steps // 50)),
             "lr_scheduler_type": "warmup_stable_decay",

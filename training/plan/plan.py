@@ -67,14 +67,15 @@ class Plan:
 
 
 def steps_of(arguments: LengthArguments, batches: BatchPlan, windows: int, position: DataPosition) -> int:
-    """Return the number of steps. A partial last step counts as a whole one. If the batch was another one until
+    """Return the number of steps. A partial last step counts as a whole one. If batch or text was another one until
     `position`, the tokens that are left are divided into steps."""
     if arguments.max_steps is not None:
         return arguments.max_steps
     tokens_per_step, epochs = batches.sequences * batches.context, arguments.num_train_epochs or 1
-    if position.tokens != position.step * tokens_per_step:
+    done = position.tokens if arguments.max_train_tokens else min(position.tokens, position.sample * batches.context)
+    if done != position.step * tokens_per_step:
         tokens = arguments.max_train_tokens or epochs * windows * batches.context
-        return position.step + max(0, math.ceil((tokens - position.tokens) / tokens_per_step))
+        return position.step + max(0, math.ceil((tokens - done) / tokens_per_step))
     if arguments.max_train_tokens is not None:
         return math.ceil(arguments.max_train_tokens / tokens_per_step)
     return math.ceil(epochs * windows / batches.sequences)

@@ -25,7 +25,7 @@ from common.errors import NONSENSE, UserError, check_format, counted, disk_error
 from common.removal import is_marked, mark, refuse_replacing
 from tokenizer.store.store import RESUMES, TokenStore
 from training.checkpoints.metrics import read_events, read_metrics, seconds_until
-from training.checkpoints.run_folder import EVALUATION, RunFolder, is_checkpoint, run_of
+from training.checkpoints.run_folder import EVALUATION, FOLDERS, RunFolder, is_checkpoint, run_of
 from training.checkpoints.samples import fenced
 from training.checkpoints.status import first_step
 from training.report.facts import gather, read_facts, write_facts
@@ -128,7 +128,8 @@ def evaluated_run(model: Path, folder: str) -> RunFolder | None:
         run = RunFolder(run_of(model))
     except UserError:  # not kept: those of a damaged or newer run, of the Hub, or of someone else's folder
         run = RunFolder(folder)
-        is_in_run = is_checkpoint(model) or RunFolder(model).is_run() or RunFolder(model.parent).is_run()
+        is_part = model.name in FOLDERS and RunFolder(model.parent).is_run()
+        is_in_run = is_checkpoint(model) or RunFolder(model).is_run() or is_part
         if is_in_run or not os.access(folder, os.W_OK):
             return None
     with disk_errors(run.evaluation, RESUMES):  # an older version set no mark
