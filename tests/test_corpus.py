@@ -241,7 +241,11 @@ def test_text_column_precedes_content_and_other_columns(tmp_path):
     write(tmp_path / "a.csv", "id,score,prose\n1,,one\n2,1e-05,two\n3,nan,3\n4,5%,four\n")  # missing and other numbers
     assert documents(tmp_path / "a.csv") == ["one", "two", "3", "four"]
     image = {"bytes": "", "path": None}
-    rows = [{"title": "one", "tags": ["a"], "image": image}, {"title": "two", "scores": [1e-05, True, 3.5] * 9}]
+    deep = json.loads("[" * 600 + "]" * 600)
+    rows = [
+        {"title": "one", "tags": ["a", "bc"] * 9, "deep": deep, "image": image},
+        {"title": "two", "scores": [1e-05, True, 3.5] * 9},
+    ]
     assert documents(write_records(tmp_path / "c.jsonl", rows)) == ["one", "two"]
     rows = [{"id": "a1", "conversation": [{"role": "user", "content": "Hello"}]}, {"id": "b2", "conversation": []}]
     assert "no obvious text column" in refusal(write_records(tmp_path / "c.jsonl", rows))

@@ -248,6 +248,10 @@ def test_a_changed_batch_trains_the_tokens_that_are_left():
     for length, steps in (({"num_train_epochs": 1.0}, 6), ({"max_train_tokens": 256}, 10), ({"max_steps": 5}, 5)):
         assert steps_of(LengthArguments(**length), batches, 8, position) == steps
     assert steps_of(LengthArguments(num_train_epochs=1.0), batches, 8, DataPosition(step=2, tokens=64, sample=4)) == 4
+    # Two steps on another text, then two more on this one, of which a rollback skipped the samples 1 and 2.
+    assert steps_of(LengthArguments(num_train_epochs=1.0), batches, 8, DataPosition(step=2, tokens=64)) == 6
+    at = DataPosition(step=3, tokens=96, sample=4, passed_over=((1, 3),))
+    assert steps_of(LengthArguments(num_train_epochs=1.0), batches, 8, at) == 6
 
 
 def test_the_model_of_a_depth_is_not_checked_with_the_quickstarts_width(tmp_path):

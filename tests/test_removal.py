@@ -68,7 +68,10 @@ def test_overwriting_a_run_keeps_the_files_that_no_run_wrote(train, finished_cop
     for name in user_files:
         remains = re.sub("^(model|checkpoints|evaluation|lm_eval)/", r"replaced.kept/\1/", name)
         assert files[remains] == content[name]
-    assert f"Files in {run} that no run wrote were moved to {run}/replaced.kept." in capsys.readouterr().out
+    assert (
+        f"Files in {run} that no run wrote, or that are in use, were moved to {run}/replaced.kept."
+        in capsys.readouterr().out
+    )
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003"]
 
 

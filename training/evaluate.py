@@ -242,7 +242,7 @@ def main(arguments: list[str]) -> None:
             print(json.dumps(results))
         else:
             show_evaluation(results)
-        if results_folder is not None:
+        if results_folder is not None and results.keys() & {"panel", "memorization", "tasks"}:
             keep_evaluation(results, results_folder, store, hashes)
 
 

@@ -184,14 +184,17 @@ def text_column(records: list[dict[str, Any]], name: str | None) -> str | None:
     balance.subtract(2 * [column for column, value in strings if NUMBER.fullmatch(value.strip())])
     columns = [column for column in balance if balance[column] > 0]
     nested = [value for _, value in values if isinstance(value, (list, dict))]  # may hold the text, next to a title
-    is_largest = _length(nested) <= _length(value for column, value in strings if column in columns)
-    return columns[0] if len(columns) == 1 and is_largest else None
+    is_longest = _longest(nested) <= _longest(value for column, value in strings if column in columns)
+    return columns[0] if len(columns) == 1 and is_longest else None
 
 
-def _length(values: Iterable[Any]) -> int:
-    """Return the total length of the strings in values, lists and dictionaries."""
-    return sum(
-        len(value) if isinstance(value, str) else _length(value.values() if isinstance(value, dict) else value)
-        for value in values
-        if isinstance(value, (str, list, dict))
-    )
+def _longest(values: Iterable[Any]) -> int:
+    """Return the length of the longest string in values, lists and dictionaries."""
+    remainder, length = list(values), 0
+    while remainder:
+        value = remainder.pop()
+        if isinstance(value, (list, dict)):
+            remainder += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, str):
+            length = max(length, len(value))
+    return length

@@ -238,10 +238,10 @@ def put_back(folder: RunFolder) -> None:
 
 
 def forget_replaced(folder: RunFolder) -> None:
-    """Delete the replaced run, and report where the files in it were moved that no run wrote."""
+    """Delete the replaced run, and report where its files were moved that no run wrote, or that are in use."""
     is_gone = not os.path.lexists(folder.replaced)  # perhaps a killed process was deleting it
     if (is_gone or is_marked(folder.replaced, "replaced")) and (remainder := discard(folder.replaced, REPLACED_FILES)):
-        say(f"Files in {folder.path} that no run wrote were moved to {remainder}.")
+        say(f"Files in {folder.path} that no run wrote, or that are in use, were moved to {remainder}.")
 
 
 def begin(folder: RunFolder, checkpoint: Path | None, keeps_scores: bool = True) -> None:
