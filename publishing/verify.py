@@ -81,7 +81,7 @@ def expect(release: PublishedModel) -> Expected:
     if (record := training.validation) is None:
         return replace(reference, no_loss_because=f"the run has no validation at step {training.step:,}")
     if training.store is None:
-        reason = f"there is no intact token store with the tokens of the run ({training.data})"
+        reason = f"no intact token store has the tokens of the run ({training.data})"
         return replace(reference, no_loss_because=reason)
     number = -(-int(record["eval_tokens"]) // config.n_positions)
     limit = max(FEWEST_WINDOWS, int(FORWARD_FLOPS / (2 * model.num_parameters() * config.n_positions)))

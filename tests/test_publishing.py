@@ -283,7 +283,7 @@ def test_a_loss_that_differs_from_the_run_or_cannot_be_compared_is_reported(a_co
     config = a_copy / "config.yaml"
     config.write_text(re.sub(r"^data: .*$", f"data: {a_copy / 'gone'}", config.read_text(), flags=re.MULTILINE))
     check(verify.expect(PublishedModel.read(find_folder(a_copy, None))))
-    sentence = f"there is no intact token store with the tokens of the run ({a_copy / 'gone'})"
+    sentence = f"no intact token store has the tokens of the run ({a_copy / 'gone'})"
     assert sentence in capsys.readouterr().out
 
 

@@ -168,8 +168,7 @@ def name_of(data: str) -> str:
 
 def is_store(data: str) -> bool:
     """Return whether `data` is a token store, even a damaged one, rather than text."""
-    folder = Path(data).expanduser()
-    return TokenStore.is_store(folder) or (folder / "train.bin").is_file()
+    return TokenStore.is_store(data) or (Path(data).expanduser() / "train.bin").is_file()
 
 
 def choose_placement(choice: str, n_bytes: int, device: torch.device, local_processes: int) -> Placement:

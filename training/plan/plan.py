@@ -73,8 +73,8 @@ def steps_of(arguments: LengthArguments, batches: BatchPlan, windows: int, posit
         return arguments.max_steps
     tokens_per_step, epochs = batches.sequences * batches.context, arguments.num_train_epochs or 1
     skipped = sum(min(end, position.sample) - start for start, end in position.passed_over if start < position.sample)
-    done = min(position.tokens, (position.sample - skipped) * batches.context)  # with this text
-    done = position.tokens if arguments.max_train_tokens else done
+    done_with_text = min(position.tokens, (position.sample - skipped) * batches.context)
+    done = position.tokens if arguments.max_train_tokens else done_with_text
     if done != position.step * tokens_per_step:
         tokens = arguments.max_train_tokens or epochs * windows * batches.context
         return position.step + max(0, math.ceil((tokens - done) / tokens_per_step))
