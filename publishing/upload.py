@@ -18,11 +18,18 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, RepoCard, get_token
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalTokenNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HTTPError,
+    LocalTokenNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import validate_repo_id
 
 from common.errors import UserError
 from common.removal import MARK
+from modeling_gpt2scratch.loading import INDEX, WEIGHTS
 from training.checkpoints.run_folder import HUB_FILES
 
 TOKENS = "https://huggingface.co/settings/tokens"
@@ -86,16 +93,20 @@ def check_access(repository: Repository) -> None:
 
 
 def check_models(names: list[str]) -> None:
-    """Raise a `UserError` if a model, user/name or user/name@revision, does not exist on the Hub or is not public."""
+    """Raise a `UserError` if a model, user/name or user/name@revision, has no weights that everybody can read."""
     absent = []
     with hub_errors(f"access {', '.join(names)}"):
         for name in names:
             repository, _, revision = name.partition("@")
-            if not HfApi().revision_exists(repository, revision or "main", token=False):
+            try:
+                info = HfApi().model_info(repository, revision=revision or "main", token=False)
+            except (RepositoryNotFoundError, RevisionNotFoundError):
+                info = None
+            if info is None or info.gated or not {WEIGHTS, INDEX} & {file.rfilename for file in info.siblings}:
                 absent.append(name)
     if absent:
         raise UserError(
-            f"{', '.join(absent)} does not exist as a public model on the Hub; push it first, without --private."
+            f"{', '.join(absent)} has no weights on the Hub that everybody can read; push it first, without --private."
         )
 
 
@@ -122,11 +133,13 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
                     raise
                 sentence = f"{repo_id} exists on the Hub but is not a {repository.type}; use another name."
                 raise UserError(sentence) from error
-        is_copy = False  # of main, until the first upload to the branch
+        paths, is_copy = published_files(folder), False  # a copy of main, until the first upload to the branch
         if repository.branch is not None:
+            additions = [CommitOperationAdd(name, path) for name, path in paths.items()]
+            hub.preupload_lfs_files(**target, additions=additions)  # before the branch exists with the files of main
             hub.create_branch(**target, branch=repository.branch, exist_ok=True)
             is_copy = hub.repo_info(**on_branch).sha == hub.repo_info(**target).sha
-        paths, names = published_files(folder), hub.list_repo_files(**on_branch)
+        names = hub.list_repo_files(**on_branch)
         patterns = [f"/{pattern}" for pattern in HUB_FILES] if is_model else []  # `*` does not match a slash
         stale = [name for name in sorted({*names} - paths.keys()) if any(map(PurePosixPath("/", name).match, patterns))]
         if is_model and "README.md" in names and not is_copy:

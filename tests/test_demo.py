@@ -313,13 +313,15 @@ def test_a_dry_run_writes_the_folder_of_the_space(tmp_path, monkeypatch, capsys)
 
 def test_a_space_is_published_only_with_public_models(hub, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    HfApi().create_repo("me/a")
-    HfApi().create_repo("me/hidden", private=True)
+    for name in ("me/a", "me/no_weights", "me/hidden"):
+        HfApi().create_repo(name, private=name == "me/hidden")
+    for name in ("me/a", "me/hidden"):
+        hub[name].commit("main", {"model.safetensors": File(b"weights", True)})
     demo.main(["me/a", "--space", "me/demo"])
     assert hub["spaces/me/demo"].files().keys() >= FILES
     assert capsys.readouterr().out.endswith("/spaces/me/demo\n")
-    with pytest.raises(UserError, match="me/hidden, me/none does not exist as a public model on the Hub"):
-        demo.main(["me/a", "me/hidden", "me/none", "--space", "me/other"])
+    with pytest.raises(UserError, match="me/hidden, me/none, me/no_weights has no weights on the Hub"):
+        demo.main(["me/a", "me/hidden", "me/none", "me/no_weights", "--space", "me/other"])
     assert "spaces/me/other" not in hub.repositories
     HfApi().create_repo("me/game", repo_type="space", space_sdk="gradio")
     hub["spaces/me/game"].commit("main", {"app.py": File(b"play()", False)})

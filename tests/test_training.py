@@ -17,7 +17,7 @@ from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from publishing.published_model import find_folder
 from training import compare_runs
 from training.checkpoints.checkpoint import damage, prune
-from training.checkpoints.metrics import comparable_loss
+from training.checkpoints.metrics import best_evaluation, comparable_loss
 from training.checkpoints.run_folder import run_of
 from training.checkpoints.samples import fenced, read_samples
 from training.checkpoints.status import now
@@ -208,7 +208,8 @@ def test_save_total_limit_keeps_the_newest_and_the_best_which_may_become_the_mod
     )
     assert_equal(weights(run), load_file(checkpoints[name] / "model.safetensors"))
     assert (find_folder(run, None), find_folder(run, "last").name) == (checkpoints[name], "step_00000005")
-    shutil.rmtree(run / "model")  # as if killed before
+    shutil.rmtree(run / "model")  # as if killed before; in a backup, too
+    assert find_folder(run, None) == checkpoints[name]
     train(run, load_best_model_at_end=True, **settings)
     assert_equal(weights(run), load_file(checkpoints[name] / "model.safetensors"))
     with (run / "metrics.jsonl").open("a") as file:
@@ -226,6 +227,12 @@ def test_save_total_limit_keeps_the_newest_and_the_best_which_may_become_the_mod
     (run / "model" / "model.safetensors").write_bytes(b"other")
     assert_user_error(r"No checkpoint has the weights of .*model\. .* steps: 5; name one with", find_folder, run, None)
     assert find_folder(train(tmp_path / "other", **settings), None).name == "step_00000005"
+
+
+def test_losses_on_a_sample_of_another_size_do_not_count_for_the_best():
+    scores = [(1.0, 16, {}), (3.0, 64, {}), (2.9, 640, {"eval_sampled_loss": 3.1})]  # changed after the first
+    entries = [{"eval_loss": loss, "eval_tokens": tokens} | sampled for loss, tokens, sampled in scores]
+    assert [best_evaluation(entries[:n]) for n in (1, 2, 3)] == [entries[0], entries[1], entries[1]]
 
 
 def test_a_moved_run_resumes_and_a_missing_checkpoint_lists_the_others(train, tmp_path):
