@@ -10,7 +10,7 @@ import shlex
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 
 from common.errors import UserError
 from examples.tuning.base import load
@@ -19,6 +19,7 @@ from examples.tuning.records import HELD_OUT, read_examples, read_texts
 from examples.tuning.settings import parse, start
 from examples.tuning.trainer import lora, shared_settings, train_and_save
 from modeling_gpt2scratch.prompts import encode
+from tokenizer.cleaning.cleaning import Cleaner
 from training.checkpoints.loading import model_errors
 
 OPENING_TOKENS = 8  # of held-out text, used as a prompt
@@ -31,11 +32,12 @@ def text_of(record: dict[str, Any]) -> str:
 
 
 def windows(texts: list[str], tokenizer: PreTrainedTokenizerBase, context: int) -> Dataset:
-    """Concatenate all texts, each with an end-of-text token, and cut them into windows of one context; drop the rest.
-    Raise a `UserError` for a character that the tokenizer cannot encode."""
+    """Concatenate all texts, normalized as for pre-training, each with an end-of-text token, and cut them into windows
+    of one context; drop the rest. Raise a `UserError` for a character that the tokenizer cannot encode."""
+    normalize = Cleaner(["normalize"])
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     with model_errors():
-        ids = [i for text in texts for i in [*encode(tokenizer, text), *end]]
+        ids = [i for text in texts for i in [*encode(tokenizer, normalize(text)), *end]]
     rows = [ids[start : start + context] for start in range(0, len(ids) - context + 1, context)]
     return Dataset.from_dict({"input_ids": rows, "labels": rows})
 
@@ -53,6 +55,7 @@ def main(arguments: list[str]) -> None:
     if tuning.lora_rank:
         from peft import get_peft_model
 
+        set_seed(tuning.seed)  # Trainer sets it after the adapter has its random values
         model = get_peft_model(model, lora(tuning))
         model.print_trainable_parameters()
     trainer = Trainer(

@@ -104,7 +104,7 @@ class PublishedModel:
 
 def find_folder(path: Path, choice: str | None) -> Path:
     """Return the checkpoint or model folder to publish. `choice` selects the checkpoint of a run: `last`, `best` or a
-    step (None: that of the run's model, also in a backup). Raise a `UserError` if it does not exist or is damaged."""
+    step (None: that of the run's model). Raise a `UserError` if it does not exist or is damaged."""
     real = path.resolve()  # of `.` in a checkpoint or in a run's model/
     is_part = is_checkpoint(real) or (real.name in FOLDERS and RunFolder(real.parent).is_run())
     path = real if is_part else path
@@ -115,9 +115,6 @@ def find_folder(path: Path, choice: str | None) -> Path:
     run = RunFolder(run_of(path))
     if not checkpoints.complete_checkpoints(run.checkpoints):
         raise UserError(f"{run.path} cannot be published: it has no checkpoint yet; train until one is saved.")
-    if choice is None and not is_checkpoint(path) and not run.model.exists():  # a backup
-        config = read_config(["--resume_from_checkpoint", str(run.path)])
-        choice = "best" if config.evaluation.load_best_model_at_end else "last"
     return _whole(path if is_checkpoint(path) and choice is None else find_checkpoint(path, choice))
 
 

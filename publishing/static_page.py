@@ -53,6 +53,8 @@ def write_page(
     from there, and with `use_cdn` onnxruntime-web from a CDN. Raise a `UserError` if a browser cannot run a model."""
     check_packages()
     models = [_local(entry, kind) if Path(entry.source).exists() else _on_hub(entry, kind) for entry in entries]
+    if not use_cdn:
+        runtime_package()  # downloaded before the earlier page is removed
     renew(destination, "static page", FILES)
     runtime = f"{CDN}/npm/onnxruntime-web@{VERSION}/dist/" if use_cdn else "runtime/"
     if not use_cdn:
@@ -154,8 +156,8 @@ def chat_parts(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
     return None
 
 
-def write_runtime(folder: Path) -> None:
-    """Write onnxruntime-web with its license to a new folder. The package from npm is kept in the user's cache.
+def runtime_package() -> bytes:
+    """Return the package of onnxruntime-web from npm, which is kept in the user's cache.
     Raise a `UserError` if it cannot be downloaded, or is another one."""
     registry = os.environ.get("npm_config_registry") or REGISTRY  # noqa: SIM112 (npm's own name)
     is_kept = PACKAGE.is_file()
@@ -171,6 +173,12 @@ def write_runtime(folder: Path) -> None:
         PACKAGE.parent.mkdir(parents=True, exist_ok=True)
         with unfinished_path(PACKAGE, ".tmp") as draft:
             draft.write_bytes(package)
+    return package
+
+
+def write_runtime(folder: Path) -> None:
+    """Write onnxruntime-web with its license to a new folder."""
+    package = runtime_package()
     folder.mkdir()
     with tarfile.open(fileobj=BytesIO(package)) as archive:
         for file in RUNTIME:

@@ -190,8 +190,24 @@ def test_a_lost_branch_is_restored_from_its_backup(run, train, tmp_path, capsys)
     assert_user_error("drive/branch contains another run", train, branch, *arguments, max_steps=9, learning_rate=0.02)
     checkpoint = drive / "branch" / "checkpoints" / "step_00000006"
     train(branch, "--resume_from_checkpoint", str(checkpoint), "--backup_dir", str(drive), max_steps=12)
-    assert [entry["step"] for entry in metrics(branch) if "loss" in entry] == [7, 8, 9, 10, 11, 12]
+    assert [entry["step"] for entry in metrics(branch) if "loss" in entry] == [*range(4, 13)]
     assert [path.name for path in complete_checkpoints(drive / "branch" / "checkpoints")][-1] == "step_00000012"
+
+
+def test_a_run_is_not_continued_by_the_backup_of_the_run_that_it_replaced(train, tmp_path):
+    (drive := tmp_path / "drive").mkdir()
+    run = train(tmp_path / "run", "--backup_dir", str(drive))
+    train(run, "--backup_dir", str(tmp_path / "absent"), "--overwrite_output_dir", learning_rate=0.02, max_steps=3)
+    shutil.rmtree(run / "checkpoints")  # as if it was killed before its first checkpoint
+    arguments = ("--resume_from_checkpoint", str(run), "--backup_dir", str(drive))
+    assert_user_error(r"drive/run contains another run \(learning_rate", train, run, *arguments, learning_rate=None)
+
+
+def test_an_edited_report_is_renamed_when_its_run_continues(finished_copy, train):
+    (finished_copy / "report.md").write_text("My page.")
+    train(finished_copy, "--resume_from_checkpoint", str(finished_copy), max_steps=7)
+    assert [path.read_text() for path in finished_copy.glob("report.edited-*.md")] == ["My page."]
+    assert "My page." not in (finished_copy / "report.md").read_text()
 
 
 def test_a_command_that_discards_steps_is_not_advised_again(run, start):

@@ -3,6 +3,7 @@
 import re
 import shutil
 import signal
+import time
 
 from conftest import TINY, assert_user_error, error_of, flags, lines, wait_until
 from training import compare_runs, sweep
@@ -51,6 +52,16 @@ def test_a_time_limit_ends_the_sweep_and_each_sweep_has_its_own_backup(store, tm
     assert "learning_rate=0.01 was stopped, so the sweep ends here; the same command" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["learning_rate=0.01"]
     assert not (tmp_path / "runs" / "one" / "learning_rate=0.02").exists()
+
+
+def test_the_time_limit_counts_from_the_start_of_the_sweep(store, tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(sweep, "train", lambda command: time.sleep(0.1) or commands.append(command) or 1)
+    assert "2 of 2 runs failed" in error_of(sweep.main, command(store, tmp_path, max_hours=1))
+    limits = [float(words[words.index("--max_hours") + 1]) for words in commands]
+    assert limits[0] > 0.9999
+    assert 0 < limits[0] - limits[1] < 0.01
+    assert all(words.count("--max_hours") == 1 for words in commands)
 
 
 def test_all_problems_are_reported_before_the_first_run(store, tmp_path):

@@ -9,6 +9,7 @@ import ctypes
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -52,12 +53,11 @@ def main(arguments: list[str]) -> None:
         command += ["--output_dir", str(base / name)]
         # A folder of the sweep's own, because the runs of other sweeps have the same names; not for older backups.
         if drive and not Path(drive, name).exists():
-            groups = [group for group in split_flags(command) if flag_name(group[0]) != "backup_dir"]
-            command[:] = [*chain(*groups), "--backup_dir", str(Path(drive, base.name))]
+            command[:] = with_flag(command, "backup_dir", str(Path(drive, base.name)))
         configs.append(problems.add_of(read_config, [command, check]))
     problems.add_of(refuse_replacing, [plot := base / "comparison.png"])
     problems.refuse()
-    failures = []
+    failures, start = [], time.monotonic()
     for command, config in zip(commands.values(), configs, strict=True):
         folder = config.run.folder
         is_finished = read_status(folder.status).get("state") == "finished" and not config.run.overwrite_output_dir
@@ -67,6 +67,9 @@ def main(arguments: list[str]) -> None:
         if drive and Path(drive).is_dir() and not config.cost.plan:
             with suppress(OSError):  # each run reports it
                 Path(drive, base.name).mkdir(exist_ok=True)
+        if limit := config.stopping.max_hours:  # of the sweep
+            remaining = max(1e-6, limit - (time.monotonic() - start) / 3600)
+            command = with_flag(command, "max_hours", f"{remaining:.6f}")
         if train(command):
             failures.append(str(folder.path))
         elif not config.cost.plan and read_status(folder.status).get("state") == "stopped":  # max_hours
@@ -76,6 +79,12 @@ def main(arguments: list[str]) -> None:
         compare_runs.main(["--runs", *folders, "--output", str(plot)])
     if failures:
         raise UserError(f"{len(failures)} of {len(commands)} runs failed: {', '.join(failures)}.")
+
+
+def with_flag(command: list[str], name: str, value: str) -> list[str]:
+    """Return a command with another value of a flag."""
+    groups = [group for group in split_flags(command) if flag_name(group[0]) != name]
+    return [*chain(*groups), f"--{name}", value]
 
 
 def train(arguments: list[str]) -> int:

@@ -192,6 +192,9 @@ def describe_forecast(
         "chosen": dump_config(config.with_settings({"max_train_tokens": None}), omits_defaults=True),
         "checkpoints": checkpoints,
         "free": shutil.disk_usage(parent).free,
+        "held": sum(
+            path.stat().st_size for name in ("checkpoints", "model") for path in (folder / name).rglob("*.safetensors")
+        ),
         "rates": describe_rates(config.optim, plan.tokens_per_step),
         "advice": advice(forecast),
         "rentals": rentals,

@@ -98,26 +98,33 @@ class Backup:
             return None
         check(settings)
         self.may_replace = True
-        try:
-            for checkpoint in reversed(later_checkpoints):
-                try:
-                    if is_linked(checkpoint / checkpoints.MANIFEST, backup.path):
-                        raise DamageError(f"it is a link to a path outside {backup.path}")
-                    listed_files(checkpoint)
-                    self._restore_files(step_of(checkpoint))
-                    self.run.checkpoints.mkdir(exist_ok=True)
-                    checkpoints.copy(checkpoint, self.run.checkpoints / checkpoint.name)
-                    self._restore_best()
-                    self.say(f"Backup:  {checkpoint.name} is restored from {backup.path}")
-                    return self.run.checkpoints / checkpoint.name
-                except DamageError as damage:
-                    self.say(f"WARNING: {checkpoint} is damaged: {damage}. Falling back to the previous checkpoint.")
-        except OSError as error:
-            raise UserError(
-                f"{self.run.path} could not be restored from {backup.path} ({_reason(error)}): fix that and run the "
-                f"same command again, or leave out --backup_dir to resume from the files in {self.run.path}."
-            ) from error
+        for checkpoint in reversed(later_checkpoints):
+            try:
+                return self.fetch(checkpoint)
+            except DamageError as damage:
+                self.say(f"WARNING: {checkpoint} is damaged: {damage}. Falling back to the previous checkpoint.")
         return None
+
+    def fetch(self, checkpoint: Path) -> Path:
+        """Copy a checkpoint of the backup, its logs and the best earlier checkpoint into the run folder. Return the
+        copy. Raise a `DamageError`, or a `UserError` if the drive or the run's own disk fails."""
+        copy = self.run.checkpoints / checkpoint.name
+        try:
+            if is_linked(checkpoint / checkpoints.MANIFEST, self.there.path):
+                raise DamageError(f"it is a link to a path outside {self.there.path}")
+            listed_files(checkpoint)
+            self._restore_files(step_of(checkpoint))
+            self.run.checkpoints.mkdir(exist_ok=True)
+            checkpoints.copy(checkpoint, copy)
+            self._restore_best(step_of(checkpoint))
+        except OSError as error:
+            other = f", or leave out --backup_dir to resume from the files in {self.run.path}"
+            raise UserError(
+                f"{self.run.path} could not be restored from {self.there.path} ({_reason(error)}): fix that and run "
+                f"the same command again{other if complete_checkpoints(self.run.checkpoints) else ''}."
+            ) from error
+        self.say(f"Backup:  {checkpoint.name} is restored from {self.there.path}")
+        return copy
 
     def _restore_files(self, step: int) -> None:
         """Copy the logs and settings of the backup into the run folder. Existing settings, and logs that reach `step`,
@@ -188,10 +195,10 @@ class Backup:
                 self.say(f"Backup:  {self.there.path} is available again, and {name} is in it")
             self.problem, self.copying, self.copied = None, None, name
 
-    def _restore_best(self) -> None:
-        """Restore the best of the earlier checkpoints, too, if it is not damaged: it may become the run's model."""
+    def _restore_best(self, step: int) -> None:
+        """Restore the best checkpoint before `step`, too, if it is not damaged: it may become the run's model."""
         by_step = {step_of(checkpoint): checkpoint for checkpoint in complete_checkpoints(self.there.checkpoints)}
-        best = by_step.get(best_step(self.run.metrics, by_step))
+        best = by_step.get(best_step(self.run.metrics, [earlier for earlier in by_step if earlier <= step]))
         if best is not None and not (self.run.checkpoints / best.name).exists():
             with suppress(DamageError):
                 checkpoints.copy(best, self.run.checkpoints / best.name)

@@ -14,7 +14,7 @@ from modeling_gpt2scratch import GPT2ScratchForCausalLM, loading, prompts
 from tokenizer.corpus import hub
 from tokenizer.store.store import TokenStore
 from training.checkpoints import checkpoint as checkpoints
-from training.checkpoints.run_folder import RunFolder
+from training.checkpoints.run_folder import RunFolder, find_checkpoint
 
 limit_tokenizers()
 
@@ -23,9 +23,11 @@ def find_model(name: str) -> str:
     """Return the model folder or Hub id to load for a run folder, a checkpoint, a model folder or a Hub id. Raise a
     `UserError` if there is no model, or the Hub cannot be reached."""
     path = Path(name)
-    for candidate in (path / "model", path, *reversed(checkpoints.complete_checkpoints(path / "checkpoints"))):
+    for candidate in (path / "model", path):
         if (candidate / "config.json").is_file():
             return str(candidate)
+    if checkpoints.complete_checkpoints(path / "checkpoints"):
+        return str(find_checkpoint(path, None))
     if path.exists():
         hint = f" yet: {RunFolder(path).last_good()}" if RunFolder(path).is_run() else ""
         raise UserError(f"{name} holds no model{hint}.")

@@ -108,12 +108,18 @@ def best_step(path: Path, steps: Collection[int]) -> int | None:
 
 
 def best_evaluation(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the validation with the lowest comparable loss of those that scored as much text as the newest, or None
-    without a validation."""
-    validations = [entry for entry in entries if "eval_loss" in entry]
-    sizes = [entry.get("eval_tokens") for entry in validations if not scores_more(entry)]
-    comparable = (entry for entry in validations if scores_more(entry) or entry.get("eval_tokens") == sizes[-1])
-    return min(comparable, key=comparable_loss, default=None)
+    """Return the validation with the lowest comparable loss, or None without a validation."""
+    return min(comparable_evaluations(entries), key=comparable_loss, default=None)
+
+
+def comparable_evaluations(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the validations whose sample has the size of the newest one's: a resumed run may change it."""
+    size, by_size = None, {}
+    for entry in entries:
+        if "eval_loss" in entry:
+            size = size if scores_more(entry) else entry.get("eval_tokens")
+            by_size.setdefault(size, []).append(entry)
+    return by_size.get(size, [])
 
 
 def comparable_loss(entry: dict[str, Any]) -> float:

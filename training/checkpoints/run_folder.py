@@ -28,6 +28,7 @@ from common.atomic import file_sha256
 from common.errors import UserError
 from common.limits import free, setting
 from common.removal import MARK, UNFINISHED_MARK, discard, is_known, is_marked, mark, renew
+from common.settings_file import read_yaml
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.metrics import best_step, forget_after, read_events
 from training.checkpoints.samples import forget_samples_after
@@ -197,7 +198,8 @@ def run_of(path: Path) -> Path:
 
 def find_checkpoint(path: Path, name: str | None) -> Path:
     """Return the checkpoint `name` of the run at `path`: `last`, `best` (lowest validation loss) or a step. None is the
-    checkpoint with the weights of model/ or, if it cannot be found, a damaged one; without model/, the last."""
+    checkpoint with the weights of model/ or, if it cannot be found, a damaged one; without model/, as in a backup, the
+    best if the run ends with that, otherwise the last."""
     run = RunFolder(run_of(path))
     if is_checkpoint(path):
         raise UserError(f"{path} is already a checkpoint; remove --checkpoint {name}.")
@@ -208,10 +210,12 @@ def find_checkpoint(path: Path, name: str | None) -> Path:
         if (checkpoint := run.checkpoint_of_model() or next(damaged_paths, None)) is None:
             raise UserError(f"No checkpoint has the weights of {run.model}. {choice}; name one with --checkpoint.")
         return checkpoint
-    if name in ("last", None) and by_step:
+    best = best_step(run.metrics, by_step)
+    if name is None:
+        name = "best" if best is not None and read_yaml(run.config).get("load_best_model_at_end") else "last"
+    if name == "last" and by_step:
         return by_step[max(by_step)]
     if name == "best":
-        best = best_step(run.metrics, by_step)
         if best is None:
             raise UserError(f"{choice}; none of them was validated. Choose one with --checkpoint STEP.")
         return by_step[best]

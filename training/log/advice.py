@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from training.checkpoints.checkpoint import folder_name
-from training.checkpoints.metrics import comparable_loss, read_events, read_metrics
+from training.checkpoints.metrics import comparable_evaluations, comparable_loss, read_events, read_metrics
 from training.checkpoints.run_folder import RunFolder
 from training.plan.plan import Plan
 
@@ -42,7 +42,7 @@ class Advisor:
         self.folder, self.plan, self.on_gpu, self.usual_mfu = folder, plan, on_gpu, usual_mfu
         self.given = {event["about"] for event in read_events(folder.events) if event["event"] == "advice"}
         self.losses: list[tuple[int, float]] = []  # (step, training loss)
-        self.evaluations: list[tuple[int, float]] = []  # (step, validation loss)
+        self.evaluations: list[dict[str, Any]] = []
         self.lines: deque[dict[str, Any]] = deque(maxlen=NORMS)
         for entry in read_metrics(folder.metrics):
             self._take(entry)
@@ -64,7 +64,7 @@ class Advisor:
 
     def _take(self, entry: dict[str, Any]) -> None:
         if "eval_loss" in entry:
-            self.evaluations.append((entry["step"], comparable_loss(entry)))
+            self.evaluations.append(entry)
             return
         self.lines.append(entry)
         if "loss" in entry:
@@ -148,10 +148,11 @@ class Advisor:
             yield Advice("flat", text)
 
     def _validation_advice(self) -> Iterator[Advice]:
-        if len(self.evaluations) < 3:
+        losses = {entry["step"]: comparable_loss(entry) for entry in comparable_evaluations(self.evaluations)}
+        if len(losses) < 3:
             return
-        step, best = min(self.evaluations, key=lambda pair: pair[1])
-        (_, previous), (_, newest) = self.evaluations[-2:]
+        step, best = min(losses.items(), key=lambda item: item[1])
+        previous, newest = [*losses.values()][-2:]
         if newest > previous > (1 + VALIDATION_RISE) * best:
             hint = "Its checkpoint is kept"
             if step == 0:

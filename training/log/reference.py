@@ -23,7 +23,7 @@ from training.step.optim import OptimArguments
 
 FOLDER = Path(__file__).parents[2] / "presets" / "reference"
 DEFAULTS = {part.name: str(part.default) for kind in (ModelArguments, OptimArguments) for part in fields(kind)}
-COMPARED_SETTINGS = {*DEFAULTS, "tokens_per_step", "max_steps", "max_eval_samples", "mask_documents"}
+COMPARED_SETTINGS = {*DEFAULTS, "tokens_per_step", "max_steps", "max_eval_samples", "mask_documents", "init_from"}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from common.settings_file import read_yaml
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.backup import Backup
 from training.checkpoints.checkpoint import TrainState
+from training.checkpoints.metrics import read_events
 from training.checkpoints.run_folder import CONFIG_FILE, RunArguments, RunFolder, is_checkpoint, put_back, run_of
 from training.checkpoints.status import check_run_format
 from training.data.batches import START, DataPosition
@@ -68,7 +69,9 @@ def choose_checkpoint(
     is_backup = backup is not None and is_branch and run_of(source).resolve() == backup.there.path.resolve()
     is_restored = is_backup and not (has_begun or overwrites)
     if source is not None and (overwrites or not is_branch or (is_restored and is_checkpoint(source))):
-        checkpoint = _named_checkpoint(source, folder, None if is_branch else backup, say)
+        checkpoint = _named_checkpoint(source, folder, None if is_branch else backup, settings, say)
+        if is_restored:
+            checkpoint = backup.fetch(checkpoint)
     elif overwrites:
         checkpoint = None
     else:
@@ -76,7 +79,7 @@ def choose_checkpoint(
             _refuse_another(folder.path, read_yaml(run_of(folder.path) / CONFIG_FILE), settings)
         checkpoint = _newest(folder, backup, None if is_restored else settings, say)
         if checkpoint is None and source is not None:  # neither the folder nor its backup has begun
-            checkpoint = _named_checkpoint(source, folder, None, say)
+            checkpoint = _named_checkpoint(source, folder, None, None, say)
     is_own = checkpoint is not None and checkpoint.parent.resolve() == folder.checkpoints.resolve()
     if not (is_own or overwrites) and (folder.model / checkpoints.WEIGHTS).exists():
         raise UserError(
@@ -111,9 +114,14 @@ def _refuse_another(folder: Path, settings_of_run: dict[str, Any], settings: Run
         )
 
 
-def _named_checkpoint(source: Path, folder: RunFolder, backup: Backup | None, say: Callable[[str], None]) -> Path:
+def _named_checkpoint(
+    source: Path, folder: RunFolder, backup: Backup | None, settings: RunSettings | None, say: Callable[[str], None]
+) -> Path:
+    """Return the checkpoint that the user named, or the newest of the run. A run in the backup that did not start as
+    the one in the folder must have its `settings`: it may be one that this run replaced."""
     if not is_checkpoint(source):
-        newest = _newest(RunFolder(run_of(source)), backup, None, say)
+        is_same = backup is None or read_events(folder.events)[:1] == read_events(backup.there.events)[:1]
+        newest = _newest(RunFolder(run_of(source)), backup, None if is_same else settings, say)
         if newest is None:
             raise UserError(
                 f"{source} cannot be resumed ({RunFolder(run_of(source)).last_good()}); start it again with its first "

@@ -30,7 +30,7 @@ from training.checkpoints.samples import fenced
 from training.checkpoints.status import first_step
 from training.report.facts import gather, read_facts, write_facts
 from training.report.plots import plot_course, plot_loss, plot_panel
-from training.runtime.console import clock, perplexity
+from training.runtime.console import clock, perplexity, say
 from training.runtime.hardware import DOLLARS_PER_COLAB_UNIT, GRAMS_OF_CO2_PER_KWH, PRICES_OF
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -67,10 +67,14 @@ def cell(text: str) -> str:
 
 
 def write_report(folder: RunFolder) -> None:
-    """Write report.json, report.md and, if matplotlib is installed, the plots, from the log so far."""
+    """Write report.json, report.md and, if matplotlib is installed, the plots, from the log so far. An edited page is
+    renamed first."""
     facts = read_facts(folder)
     if facts is None:  # deleted or damaged since the start; the next start of the run writes it again
         return
+    if folder.report.is_file() and facts.get("report_sha256") not in (None, digest := file_sha256(folder.report)):
+        page = folder.report.rename(folder.path / f"report.edited-{digest[:8]}.md")
+        say(f"{folder.report} was edited: that page is now {page}, because the run writes a new one.")
     entries = read_metrics(folder.metrics)
     until = seconds_until(entries, first_step(read_events(folder.events)))
     plots = {"loss": plot_loss(entries, until, folder.plots["loss"])}
