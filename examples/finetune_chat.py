@@ -16,7 +16,7 @@ from examples.tuning.base import load
 from examples.tuning.measurements import MEASURED, Learned, mean_loss, score, until
 from examples.tuning.records import read_examples, splits
 from examples.tuning.settings import parse, start
-from examples.tuning.template import give_template, template_errors
+from examples.tuning.template import give_template, template_errors, without_control_tokens
 from examples.tuning.trainer import lora, shared_settings, train_and_save
 from tokenizer.corpus.chat import normalized
 
@@ -36,7 +36,7 @@ def chat_of(record: dict[str, Any]) -> dict[str, Messages]:
     if found is None:
         hint = "; examples.finetune_preferences reads pairs" if "rejected" in record else ""
         raise ValueError(
-            f"has no chat, but only {', '.join(record) or 'no field'}{hint}; each record must be "
+            f"has no chat, but only {', '.join(filter(None, record)) or 'no field'}{hint}; each record must be "
             '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
         )
     if (chat := normalized(found)) is None:
@@ -73,9 +73,10 @@ def main(arguments: list[str]) -> None:
     from trl.chat_template_utils import has_generation_markers
 
     chats = read_examples(tuning, chat_of)
+    model, tokenizer, original = load(tuning)
+    chats = without_control_tokens(chats, tokenizer)
     prompts = [prompt_of(chat["messages"]) for chat in chats]
     train, held_out = splits(chats, prompts, tuning, "chats with different prompts")
-    model, tokenizer, original = load(tuning)
     turn_end = give_template(tokenizer)
     model.generation_config.eos_token_id = sorted({turn_end, tokenizer.eos_token_id} - {None})
     context = model.config.max_position_embeddings

@@ -18,7 +18,7 @@ from examples.tuning.base import load
 from examples.tuning.measurements import MEASURED, Learned, score, until
 from examples.tuning.records import UselessError, read_examples, splits
 from examples.tuning.settings import Tuning, parse, start
-from examples.tuning.template import give_template, template_errors
+from examples.tuning.template import give_template, template_errors, without_control_tokens
 from examples.tuning.trainer import lora, shared_settings, train_and_save
 from tokenizer.corpus.chat import normalized
 
@@ -66,8 +66,9 @@ def main(arguments: list[str]) -> None:
     pairs = read_examples(tuning, pair_of)
     if len({type(pair["prompt"]) for pair in pairs}) > 1:
         raise UserError(f"{tuning.data} has records with messages and records with text only; convert all to messages.")
-    train, held_out = splits(pairs, [pair["prompt"] for pair in pairs], tuning, "pairs with different prompts")
     model, tokenizer, original = load(tuning)
+    pairs = without_control_tokens(pairs, tokenizer)
+    train, held_out = splits(pairs, [pair["prompt"] for pair in pairs], tuning, "pairs with different prompts")
     turn_end = give_template(tokenizer)
     model.generation_config.eos_token_id = sorted({turn_end, tokenizer.eos_token_id} - {None})
     context = model.config.max_position_embeddings

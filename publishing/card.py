@@ -132,7 +132,7 @@ def _examples(release: PublishedModel) -> dict[str, Any]:
     text = ["The quick brown fox jumps over the lazy dog.", *(training.samples if training is not None else [])][-1]
     prompts = [prompt for prompt in (training.prompts if training is not None else []) if prompt]
     if is_chat := tokenizer.chat_template is not None:
-        prompts.append("Hello")
+        prompts.insert(0, "Hello")
     if encode.is_character(tokenizer.backend_tokenizer):
         characters = tokenizer.get_vocab()
         text = "".join(filter(characters.__contains__, text)) or "".join(sorted(characters)[:context])

@@ -138,6 +138,10 @@ def test_standard_library_excludes_tests_and_tables():
     assert {"argparse.py", "json/decoder.py", "email/message.py"} <= {path.as_posix() for path in paths}
     assert {path.suffix for path in paths} == {".py"}
     assert not any({"test", "tests", "encodings", "pydoc_data", "site-packages"} & set(path.parts) for path in paths)
+    others = corpus("python-standard-library", exclude=["email", "arg*.py"]).all_files
+    names = [{Path(file.path).relative_to(root).parts[0] for file in some} for some in (files, others)]
+    removed = names[0] - names[1]
+    assert removed == {"email", "argparse.py"}
 
 
 def test_packages_and_their_licenses_are_read(tmp_path, monkeypatch):
@@ -264,8 +268,16 @@ def test_text_column_flag_selects_a_column_and_errors_list_existing_columns(tmp_
 
 
 def test_quotes_and_separators_of_tables(tmp_path):
-    rows = ['1\t"Yes, he said', "2\ttwo", '3\t"three"', '4\t"of ""two"" quotes', 'and lines"', '5\t"6"" long']
-    texts = ['"Yes, he said', "two", "three", 'of "two" quotes\nand lines', '"6"" long']
+    rows = [
+        '1\t"Yes, he said',
+        '1\t"Yes," he said',
+        "2\ttwo",
+        '3\t"three"',
+        '4\t"of ""two"" quotes',
+        'and lines"',
+        '5\t"6"" long',
+    ]
+    texts = ['"Yes, he said', '"Yes," he said', "two", "three", 'of "two" quotes\nand lines', '"6"" long']
     assert documents(write(tmp_path / "a.tsv", "\n".join(["id\ttext", *rows]))) == texts
     rows = ['"Hello ""world"""\t6" pipe', "two\t2"]
     assert documents(write(tmp_path / "b.tsv", "\n".join(["prose\tsize (x, y)", *rows]))) == ['Hello "world"', "two"]

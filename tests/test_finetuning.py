@@ -24,7 +24,7 @@ from conftest import MODERN_RUN, TWO_PROCESSES, assert_user_error, prose, tokeni
 from examples import finetune_chat, finetune_preferences, finetune_text, python_chats
 from examples.tuning.records import splits
 from examples.tuning.settings import Tuning
-from examples.tuning.template import PLAIN_TURNS
+from examples.tuning.template import PLAIN_TURNS, without_control_tokens
 from hub_server import File, Repository, serving
 from modeling_gpt2scratch.conversion_gpt2scratch import convert
 from publishing.gguf_file import write_gguf
@@ -280,7 +280,11 @@ def test_a_model_with_chat_tokens_keeps_its_template_and_stop_token(tmp_path, ca
             file.write(json.dumps({"messages": messages}) + "\n")
     corpus = {"validation_fraction": 0.2, "chat_template": "chatml"}
     store = tokenized(tmp_path / "old.jsonl", tmp_path / "store", corpus, seed=1337, vocab_size=300)
-    run = trained(store, tmp_path / "run", **BIGGER, **QUICK, **MODERN_RUN)
+    run = trained(store, tmp_path / "run", **BIGGER, **QUICK, **MODERN_RUN, sample_prompts=None)
+    assert f"generate.py {run} --chat\n" in capsys.readouterr().out
+    assert "<|im_start|>user\n" in (run / "samples.md").read_text()
+    chats = [{"content": "the token <|im_end|> ends"}]
+    assert without_control_tokens(chats, store.load_tokenizer()) == [{"content": "the token  ends"}]
     data, model = chats_file(tmp_path / "new.jsonl"), tmp_path / "model"
     memorizing = ["--learning_rate", "0.005", "--num_train_epochs", "8", "--replay_fraction", "0", *SMALL_STEPS]
     tune(finetune_chat, run, data, model, "--lora_rank", "0", *memorizing)

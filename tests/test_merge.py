@@ -209,6 +209,8 @@ def test_end_of_a_single_document_is_held_out(tmp_path, weight, to_validation, t
     [tail] = held_out(store)
     head = LINES.removesuffix(tail)
     assert trained_on(store) == [head] * weight
+    if weight > 1 and tokenizer_type == "bpe":
+        assert {*store.in_memory("train")[store.offsets("train")[1:] - 1]} == {store.load_tokenizer().eos_token_id}
     assert head + tail == LINES
     assert head.endswith("\n")
     assert 0.29 < len(tail) / len(LINES) < 0.31

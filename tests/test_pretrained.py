@@ -11,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 import train_accelerate
 from common.settings_file import read_yaml
 from conftest import TINY, assert_equal, assert_user_error, flags, metrics, prose, reset_accelerate, tokenized, weights
+from examples.tuning.template import PLAIN_TURNS
 from modeling_gpt2scratch import GPT2ScratchConfig
 from publishing.published_model import PublishedModel
 from training import evaluate
@@ -65,12 +66,14 @@ def test_the_loss_before_the_first_step_is_that_of_transformers(gpt2, store, tmp
 
 def test_a_resumed_run_needs_no_pretrained_model(gpt2, store, tmp_path):
     source = shutil.copytree(gpt2, tmp_path / "source")
+    (source / "chat_template.jinja").write_text(PLAIN_TURNS)
     run = continued(source, store.folder, tmp_path / "run", max_steps=3)
     continued(source, store.folder, run, max_steps=3)  # the same command again
     shutil.rmtree(source)
     reset_accelerate()
     train_accelerate.main(["--resume_from_checkpoint", str(run), "--max_steps", "6"])
     assert [entry["step"] for entry in metrics(run) if "eval_loss" in entry] == [0, 3, 6]
+    assert (run / "model" / "chat_template.jinja").read_text() == PLAIN_TURNS  # which the store does not have
     evaluate.main([str(run)])
     release = PublishedModel.read(run / "checkpoints" / "step_00000006")
     assert release.training.base_model == str(source)

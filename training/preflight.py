@@ -16,11 +16,13 @@ from transformers import PreTrainedTokenizerBase
 
 from common.errors import Problems, UserError, counted
 from common.machine import free_memory
+from modeling_gpt2scratch.loading import load_tokenizer
 from tokenizer.corpus.named_data import dataset_of
 from tokenizer.corpus.units import Corpus
 from tokenizer.store.store import SPLITS, TokenStore
 from training.checkpoints.backup import Backup, earlier_run
 from training.checkpoints.checkpoint import TrainState, complete_checkpoints, load_state
+from training.checkpoints.loading import model_errors
 from training.checkpoints.metrics import best_step, read_events
 from training.checkpoints.pretrained import load_pretrained, vocabulary_problems
 from training.checkpoints.run_folder import RunFolder, is_checkpoint, run_of
@@ -158,12 +160,15 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     store = open_data(config, accelerator)
     if on_main(accelerator, lambda: store.metadata.identity) != store.metadata.identity:
         raise UserError(f"{store.folder} has other tokens on this machine than on that of rank 0; copy it again.")
-    tokenizer = store.load_tokenizer()
     if checkpoint is not None and not checkpoint.exists():
         raise UserError(
             f"{checkpoint}, from which rank 0 resumes, is not on this machine: share the run folder, or run "
             "the same command again if it was deleted meanwhile."
         )
+    tokenizer, source = store.load_tokenizer(), checkpoint or config.pretrained_source
+    if tokenizer.chat_template is None and source is not None:  # the store may be of a run before the chats
+        with model_errors():
+            tokenizer.chat_template = load_tokenizer(source).chat_template
     state = load_state(checkpoint) if checkpoint is not None else None
     position = resume_position(state, store.metadata.identity, restarted().get("passed_over", ()))
     plan = make_plan(config, store, tokenizer, accelerator, setup, position)

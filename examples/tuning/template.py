@@ -1,7 +1,9 @@
 """Chat template, and the token that ends the assistant's turn."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -33,6 +35,17 @@ def template_errors() -> Iterator[None]:
         raise UserError(
             f"The model's chat template does not render a chat ({error}); correct chat_template.jinja or the chats."
         ) from error
+
+
+def without_control_tokens(part: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return a text, or chats as lists and dictionaries of texts, without text that the tokenizer would encode as a
+    control token: in a message it would end the turn, or begin another one."""
+    if isinstance(part, str):
+        tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        return re.sub("|".join(map(re.escape, tokens)), "", part)
+    if isinstance(part, dict):
+        return {name: without_control_tokens(value, tokenizer) for name, value in part.items()}
+    return [without_control_tokens(item, tokenizer) for item in part]
 
 
 def give_template(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -266,7 +266,7 @@ class StoreBuilder:
             if source == CHATML and not {*CHATML_TOKENS} <= {*special}:  # no token would end a turn
                 raise UserError(
                     f"The tokenizer {arguments.tokenizer} lacks {' and '.join(CHATML_TOKENS)}, which end the turns of "
-                    "chatml; train the model on chats with python -m examples.finetune_chat, which adds them."
+                    "chatml; train on chats with python -m examples.finetune_chat, which needs no such tokens."
                 )
             return source, special, tokenizer.special_tokens_map
         if arguments.tokenizer_type == "character":
@@ -471,7 +471,8 @@ class Sample:
                     reader.counts.documents -= 1
                     reader.counts.blank += 1
                 elif text:
-                    yield text
+                    excess = max(0, reader.counts.bytes - self.bytes_of_unit)
+                    yield text if excess == 0 else text.encode()[: -int(excess)].decode(errors="ignore")
                 if reader.counts.bytes > self.bytes_of_unit:
                     break
             self.counts.add(reader.counts)

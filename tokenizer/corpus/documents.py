@@ -148,7 +148,7 @@ class Reader:
                 yield Piece("", False, True)
 
     def _check_records(self, part: ByteRange, bad_start: int, good_start: int) -> None:
-        """Raise an `UnreadableError` for too many records without text, uncounted, in a file that may be skipped."""
+        """Count a file that may be skipped as unreadable, by its share of bad bytes, if too many records lack text."""
         counts = self.counts
         bad = counts.empty_records - bad_start
         number = bad + counts.documents + counts.blank - good_start
@@ -157,9 +157,8 @@ class Reader:
             _, place = counts.first["empty_records"].pop(part.path)
             counts.first = {name: places for name, places in counts.first.items() if places}
             place = place_words(place, part.path)[1:]
-            raise files.UnreadableError(
-                f"{part.path} has no text in {bad:,} of {number:,} records, the first in{place}."
-            )
+            problem = f"{part.path} has no text in {bad:,} of {number:,} records, the first in{place}."
+            counts.note_unreadable(part.path, part.n_bytes * bad // number, files.UnreadableError(problem))
 
     def _counted(self, pieces: list[Piece]) -> Iterator[Piece]:
         """Count and yield pieces up to the limit. The piece at the limit is cut between words and ends its document."""

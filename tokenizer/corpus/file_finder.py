@@ -37,7 +37,8 @@ class TextFile:
             raise UserError(f"{path} {problem}; fix it or exclude it.") from error
         if not stat.S_ISREG(status.st_mode):
             raise UserError(f"{path} is a pipe or a device, but the text is read twice; save it as a file first.")
-        return TextFile(str(path), status.st_size, status.st_mtime_ns, is_named, val)
+        modified = max(0, status.st_mtime_ns)  # negative before 1970
+        return TextFile(str(path), status.st_size, modified, is_named, val)
 
 
 @dataclass
@@ -52,6 +53,10 @@ class FileFinder:
     def find(self, entry: str) -> list[TextFile]:
         """Return the files of one entry of `--input` in a fixed order. Raise a `UserError` if there are none."""
         if (paths := files_of(entry)) is not None:
+            root = os.path.commonpath([path.parent for path in paths])
+            paths = {path: val for path, val in paths.items() if not self._is_excluded(os.path.relpath(path, root))}
+            if not paths:
+                raise UserError(f"--exclude matches all files of {entry}; name fewer patterns.")
             return [TextFile.at(path, val=val) for path, val in paths.items()]
         path = Path(entry).expanduser()
         is_one = os.path.lexists(path)

@@ -21,6 +21,7 @@ LONGEST_RECORD = 128 << 20  # bytes; a jsonl line or a json file must fit in mem
 BATCH_BYTES = 4 << 20  # bytes read from a parquet file at a time
 TEXT_COLUMNS, CHAT_COLUMNS = ("text", "content"), ("messages", "conversations")
 NUMBER = re.compile(r"[-+.,\d]+(e[-+]?\d+)?%?|nan|inf", re.IGNORECASE)
+QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a field of a table
 ENCLOSED = re.compile(r'"[^"]*"|\([^)]*\)')  # in quotes or parentheses
 Records = Iterator[tuple[dict[str, Any] | None, dict[str, int]]]
 
@@ -102,13 +103,13 @@ def _csv(part: ByteRange) -> Records:
 
 
 def _with_quotes(lines: Iterator[str], tabs: int) -> Iterator[str]:
-    """Yield lines of a file separated by tabs. Quotes that are not in pairs are text, if line and next line are whole
-    records: a field that begins with one is quoted, so that the reader does not look for its end."""
+    """Yield lines of a file separated by tabs. Quotes that do not enclose a field are text, if line and next line are
+    whole records: a field that begins with one is quoted, so the reader keeps it and does not look for its end."""
     for line, following in itertools.pairwise(itertools.chain(lines, [""])):
         is_whole = line.count("\t") == tabs and (not following or following.count("\t") == tabs)
-        if is_whole and line.count('"') % 2:
+        if is_whole and '"' in line:
             fields = line.rstrip("\r\n").split("\t")
-            is_text = [field.startswith('"') and field.count('"') % 2 for field in fields]
+            is_text = [field.startswith('"') and not QUOTED.fullmatch(field) for field in fields]
             doubled = ['"' + field.replace('"', '""') + '"' for field in fields]
             line = "\t".join(doubled[i] if is_text[i] else fields[i] for i in range(len(fields))) + "\n"
         yield line

@@ -220,14 +220,15 @@ class Corpus:
         for entry, of_entry, hub, copies in zip(self.inputs, self.files, self.hub, self.weights, strict=True):
             ranges: list[tuple[int, ByteRange]] = []
             is_one = len(of_entry) == 1 and copies < 1 and self.arguments.sample_by == "document"
-            if is_one and kind_of(of_entry[0].path, self.arguments.text_column) == "text":
+            name = self.arguments.text_column or getattr(find(entry), "text_column", None)
+            if is_one and kind_of(of_entry[0].path, name) == "text":
                 problems.append(
                     f"{of_entry[0].path} is one document, of which the weight {copies:g} uses all or nothing; add "
                     "--sample_by paragraph, or use a whole number."
                 )
             for file in of_entry:
                 try:
-                    (validation if file.val else ranges).extend(self._ranges(file))
+                    (validation if file.val else ranges).extend(self._ranges(file, name))
                 except NoTextColumnError as error:
                     (problems if file.is_named else tables).append(str(error))
                     self.finder.skipped.note("tables", 1, file.path)
@@ -237,7 +238,6 @@ class Corpus:
                     self.finder.skipped.note_unreadable(file.path, file.size, error)
             if hub is not None:
                 snapshot = hub.pinned()
-                name = self.arguments.text_column or getattr(find(entry), "text_column", None)
                 splits = [snapshot, replace(snapshot, split="validation")][: len(snapshot.streams)]
                 for dataset, result in zip(splits, (ranges, validation), strict=False):
                     column = self._column(str(hub), dataset.records(), name)
@@ -287,13 +287,13 @@ class Corpus:
         numbers = vars(counts) | {"links": self.finder.links}
         return ", ".join(counted(numbers[name], *words) for name, words in LEFT_OUT.items() if numbers[name])
 
-    def _ranges(self, file: TextFile) -> list[tuple[int, ByteRange]]:
+    def _ranges(self, file: TextFile, text_column: str | None) -> list[tuple[int, ByteRange]]:
         """Return the sizes and ranges of the parts of a file that are read separately."""
         name, size, is_whole = file.path, file.size, files.is_compressed(file.path)
-        kind, column = kind_of(name, self.arguments.text_column), None
+        kind, column = kind_of(name, text_column), None
         if kind != "text":
             head = (record for record, _ in records(ByteRange(name, kind, may_skip=not file.is_named)))
-            column = self._column(name, head, self.arguments.text_column)
+            column = self._column(name, head, text_column)
             if column is None:
                 return []
         elif file.is_named or (size > UNIT_BYTES and not is_whole):  # others are checked when they are read

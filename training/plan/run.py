@@ -116,13 +116,17 @@ def print_end(run: Run, arguments: RunArguments, step: int, reason: str | None) 
         resume = f"To resume, {how}" if folder.newest_step() else "The same command starts the run from the beginning."
         say(f"\nStopped after step {step:,} of {run.plan.max_steps:,} ({reason}); {folder.last_good()}. {resume}")
         return
+    tokenizer, chats = run.data.tokenizer, ""
     opening = next((line for line in run.sampling.sample_prompts[0].splitlines() if line.strip()), "")
+    prompt = "--chat" if tokenizer.chat_template is not None else f"--prompt={quote(opening)}"
+    if tokenizer.eos_token is not None:
+        chats = f"  python -m examples.finetune_chat {path} --data CHATS.jsonl\n"
     say(
         f"\nDone. Model: {folder.model}; report: {folder.report}. Next:\n"
-        f"  python generate.py {path} --prompt={quote(opening)}\n"
+        f"  python generate.py {path} {prompt}\n"
         f"  python -m training.evaluate {path} --compare\n"
         f"  python -m publishing.demo {path}\n"
-        f"  python -m examples.finetune_chat {path} --data CHATS.jsonl\n"
+        f"{chats}"
         f"  python push_to_hub.py {path} --repo_id YOUR_NAME/{quote(folder.path.resolve().name)}"
     )
 
