@@ -2,6 +2,7 @@
 
 python -m benchmarks.small_data                               # writes docs/small_data.md
 python -m benchmarks.small_data --data my.txt --megabytes 2   # another text: its first 2 MB
+python -m benchmarks.small_data --data benchmarks/rich.yaml --megabytes 1 --init_from .   # also from a pretrained model
 python -m benchmarks.small_data --workers 0                   # only write the page from the result files
 
 Each run is `train_accelerate.py` itself, on one thread, and its saved model is scored on all held-out documents.
@@ -33,7 +34,7 @@ from training.data.run_data import is_store, name_of
 FILES = "small-data-*mb.jsonl"
 FLOPS = {1.0: 2e13, 5.0: 1.6e14}  # about seven epochs of the text
 EARLIER = "1f42d8d"  # the last commit whose rule for a budget was: at most four epochs
-ARMS = {"`--budget`": {}, "the earlier rule": {}, "`--num_train_epochs 4`": {"num_train_epochs": 4}}
+BUDGET, EARLIER_RULE, FOUR_EPOCHS = "`--budget`", "the earlier rule", "`--num_train_epochs 4`"
 SPARING = {"sample_tokens": 0, "save_total_limit": 2}
 
 
@@ -43,28 +44,41 @@ class SmallDataArguments:
     megabytes: float = setting(5.0, "Size of the training and validation text, from its beginning.", above=0)
     flops: float | None = setting(None, "FLOPs of a run. Default: 2e13 for 1 MB, 1.6e14 for 5 MB.", above=0)
     seeds: list[int] = setting([1337, 1, 2], "Seeds of the runs.")
+    init_from: str | None = setting(None, "A pretrained model, from which further runs start, of one epoch each.")
     workers: int = setting(2, "Runs at once, on one thread each; 0 only writes the page.")
 
 
-def token_store(options: SmallDataArguments) -> Path:
-    """Return the store of the first megabytes of the text, of which a tenth, in whole documents, is held out."""
-    store = results.REPOSITORY / f"data/{name_of(options.data)}-{options.megabytes:g}mb"
+def token_store(options: SmallDataArguments, tokenizer: str | None = None) -> Path:
+    """Return the store of the first megabytes of the text, of which a tenth, in whole documents, is held out, with a
+    tokenizer of its own or a given one."""
+    name = f"{name_of(options.data)}-{options.megabytes:g}mb"
+    store = results.REPOSITORY / f"data/{name}{'-pretrained' * bool(tokenizer)}"
     if not is_store(str(store)):
-        settings = {"max_bytes": f"{options.megabytes:g}MB", "validation_fraction": 0.1, "vocab_size": 2048}
-        run_python("-m", "tokenizer.pretokenize", *as_flags({"input": options.data, "output": store} | settings))
+        settings = {"input": options.data, "output": store, "max_bytes": f"{options.megabytes:g}MB"}
+        settings |= {"validation_fraction": 0.1} | ({"tokenizer": tokenizer} if tokenizer else {"vocab_size": 2048})
+        run_python("-m", "tokenizer.pretokenize", *as_flags(settings))
         metadata = json.loads((store / "metadata.json").read_text(encoding="utf-8"))
         metadata.pop("licenses", None)  # of packages; the earlier commit does not know the key
         (store / "metadata.json").write_text(json.dumps(metadata, indent=2), encoding="utf-8")
     return store
 
 
-def measure(run: dict[str, Any], store: Path, code: Path) -> dict[str, Any]:
+def tokens_of(store: Path) -> int:
+    return json.loads((store / "metadata.json").read_text(encoding="utf-8"))["train"]["tokens"]
+
+
+def bits_per_byte(*arguments: Any) -> float:
+    """Return the score of a run, or of a model with `--data`, on all held-out documents."""
+    scores = run_python("-m", "training.evaluate", *arguments, "--json", capture_output=True).stdout
+    return round(json.loads(scores)["eval_bits_per_byte"], 5)
+
+
+def measure(run: dict[str, Any], settings: dict[str, Any], code: Path) -> dict[str, Any]:
     """Train one run with the code of a folder, in a process with one thread. Return what the run chose, the bits per
     byte of its validations and of its saved model, and the seconds of the training."""
     with tempfile.TemporaryDirectory() as scratch:
         folder, start = Path(scratch) / "run", time.perf_counter()
-        given = {"data": store, "output_dir": folder, "seed": run["seed"], "budget": f"{run['flops']:g}flops"}
-        flags = as_flags(given | ARMS[run["arm"]] | SPARING)
+        flags = as_flags(settings | {"output_dir": folder, "seed": run["seed"]} | SPARING)
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         options = {"cwd": code, "env": environment, "check": False, "capture_output": True}
         done = run_python("train_accelerate.py", *flags, **options)
@@ -73,13 +87,14 @@ def measure(run: dict[str, Any], store: Path, code: Path) -> dict[str, Any]:
             raise UserError(f"train_accelerate.py {' '.join(flags)} failed: {done.stderr[-1500:]}")
         validations = [entry for entry in read_metrics(folder / "metrics.jsonl") if "eval_loss" in entry]
         config = read_config(["--resume_from_checkpoint", str(folder)]).flat()
-        scores = json.loads(run_python("-m", "training.evaluate", folder, "--json", capture_output=True).stdout)
-    names = ("n_layer", "max_steps", "tokens_per_step", "weight_average", "second_target_weight")
+        score = bits_per_byte(folder)
+    names = ("n_layer", "max_steps", "tokens_per_step", "weight_average", "second_target_weight", "induction_init")
     return {
         "run": run,
         "settings": {name: config.get(name) for name in names},
+        "epochs": round(config["max_steps"] * config["tokens_per_step"] / tokens_of(settings["data"]), 2),
         "curve": [round(entry["eval_bits_per_byte"], 4) for entry in validations],
-        "bits_per_byte": round(scores["eval_bits_per_byte"], 5),
+        "bits_per_byte": score,
         "seconds": round(seconds),
     }
 
@@ -98,20 +113,26 @@ def train(options: SmallDataArguments, arguments: list[str]) -> None:
     if flops is None:
         raise UserError(f"--megabytes {options.megabytes:g} has no FLOPs of its own; name them with --flops.")
     store = token_store(options)
-    path = RESULTS / f"small-data-{store.name}.jsonl"
+    path, budget = RESULTS / f"small-data-{store.name}.jsonl", {"data": store, "budget": f"{flops:g}flops"}
+    arms = {BUDGET: budget, EARLIER_RULE: budget, FOUR_EPOCHS: budget | {"num_train_epochs": 4}}
     head, runs = read_runs(path, "run")
-    tokens = json.loads((store / "metadata.json").read_text(encoding="utf-8"))["train"]["tokens"]
-    facts = {"data": store.name, "train_tokens": tokens, "commit": results.commit()}
+    facts = {"data": store.name, "train_tokens": tokens_of(store), "commit": results.commit()}
     head = head or about("small_data", arguments) | facts
     require_same_machine(path, head)
-    plan = [{"arm": arm, "flops": flops, "seed": seed} for seed in options.seeds for arm in ARMS]
+    if model := options.init_from:
+        same_text = token_store(options, model)
+        arms[f"`--init_from {model}`"] = {"data": same_text, "init_from": model}
+        head["pretrained"] = {"model": model, "bits_per_byte": bits_per_byte(model, "--data", same_text)}
+    costs = {arm: {"flops": flops} if "budget" in settings else {} for arm, settings in arms.items()}
+    plan = [{"arm": arm, "seed": seed} | cost for seed in options.seeds for arm, cost in costs.items()]
 
     with tempfile.TemporaryDirectory() as scratch:
         earlier = Path(scratch) / "earlier"
         subprocess.run(["git", "worktree", "add", "--detach", earlier, EARLIER], cwd=results.REPOSITORY, check=True)
 
         def work(run: dict[str, Any]) -> None:
-            row = measure(run, store, earlier if run["arm"] == "the earlier rule" else results.REPOSITORY)
+            code = earlier if run["arm"] == EARLIER_RULE else results.REPOSITORY
+            row = measure(run, arms[run["arm"]], code)
             runs[key(run)] = row
             write_runs(path, head, runs)
             print(f"{key(run)}: {row['bits_per_byte']:.4f} bits per byte, {row['seconds']} s", flush=True)
@@ -124,25 +145,28 @@ def train(options: SmallDataArguments, arguments: list[str]) -> None:
 
 
 def page() -> str:
-    """Return docs/small_data.md with the tables of the result files between its markers."""
-    return with_results("small_data.md", "\n\n".join(map(section, sorted(RESULTS.glob(FILES)))))
+    """Return docs/small_data.md with the runs of the result files between its markers."""
+    paths = sorted(RESULTS.glob(FILES))
+    columns = ["text", "run", "layers", "epochs", "bits per byte", "seconds"]
+    runs = table(columns, [row for path in paths for row in rows_of(path)])
+    about_last = read_runs(paths[-1], "run")[0] | {"command": "python -m benchmarks.small_data"}
+    return with_results("small_data.md", f"{runs}\n\n{measured_on(about_last, RESULTS / FILES)}")
 
 
-def section(path: Path) -> str:
+def rows_of(path: Path) -> list[list[str]]:
+    """Return a row for each kind of run in a result file."""
     head, runs = read_runs(path, "run")
     rows = []
-    for arm in ARMS:
+    for arm in sorted({run["run"]["arm"] for run in runs.values()}, key=lambda arm: (arm == EARLIER_RULE, arm)):
         of_arm = [run for run in runs.values() if run["run"]["arm"] == arm]
-        if not of_arm:
-            continue
-        settings = of_arm[0]["settings"]
-        epochs = settings["max_steps"] * settings["tokens_per_step"] / head["train_tokens"]
         bits = [run["bits_per_byte"] for run in of_arm]
         error = f" ± {stdev(bits) / len(bits) ** 0.5:.4f}" if len(bits) > 1 else ""
-        row = [arm, f"{settings['n_layer']}", f"{epochs:.1f}", f"{mean(bits):.4f}{error}", f"{len(bits)}"]
-        rows.append([*row, f"{mean(run['seconds'] for run in of_arm):,.0f}"])
-    columns = [head["data"], "layers", "epochs", "bits per byte", "seeds", "seconds"]
-    return "\n\n".join([table(columns, rows), measured_on(head, path)])
+        shape = [f"{of_arm[0]['settings']['n_layer']}", f"{of_arm[0]['epochs']:.1f}"]
+        seconds = f"{mean(run['seconds'] for run in of_arm):,.0f}"
+        rows.append([head["data"], arm, *shape, f"{mean(bits):.4f}{error}", seconds])
+    if model := head.get("pretrained"):
+        rows.append([head["data"], f"`{model['model']}`, untrained", "", "0", f"{model['bits_per_byte']:.4f}", ""])
+    return rows
 
 
 if __name__ == "__main__":
