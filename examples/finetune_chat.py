@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> None:
 
     chats = read_examples(tuning, chat_of)
     model, tokenizer, original = load(tuning)
-    chats = without_control_tokens(chats, tokenizer)
+    chats = [{"messages": without_control_tokens(chat["messages"], tokenizer)} for chat in chats]
     prompts = [prompt_of(chat["messages"]) for chat in chats]
     train, held_out = splits(chats, prompts, tuning, "chats with different prompts")
     turn_end = give_template(tokenizer)

@@ -67,7 +67,8 @@ def main(arguments: list[str]) -> None:
     if len({type(pair["prompt"]) for pair in pairs}) > 1:
         raise UserError(f"{tuning.data} has records with messages and records with text only; convert all to messages.")
     model, tokenizer, original = load(tuning)
-    pairs = without_control_tokens(pairs, tokenizer)
+    pairs = [{name: without_control_tokens(part, tokenizer) for name, part in pair.items()} for pair in pairs]
+    pairs = [pair for pair in pairs if pair["chosen"] != pair["rejected"]]
     train, held_out = splits(pairs, [pair["prompt"] for pair in pairs], tuning, "pairs with different prompts")
     turn_end = give_template(tokenizer)
     model.generation_config.eos_token_id = sorted({turn_end, tokenizer.eos_token_id} - {None})

@@ -180,8 +180,13 @@ class GPT2ScratchConfig(PreTrainedConfig):
         return super().convert_rope_params_to_dict(**kwargs)
 
     def save_pretrained(self, save_directory, push_to_hub: bool = False, **kwargs):
-        """Save `config.json` with an `auto_map` for the code files that are saved with it."""
-        self.auto_map = dict(AUTO_MAP)
+        """Save `config.json` with an `auto_map` for the code files that are saved with it, also those of a subclass."""
+        own = {
+            auto_class: name
+            for auto_class, name in (getattr(self, "auto_map", None) or {}).items()
+            if "/" not in name and name.rpartition(".")[2] in (self.architectures or ())
+        }
+        self.auto_map = AUTO_MAP | own
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
 

@@ -18,8 +18,9 @@ LOWEST_TEMPERATURE = 1e-6  # logits divided by a smaller number may overflow in 
 def load_with_tokenizer(
     source: str | Path, dtype: str | torch.dtype = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer. The context of models without a limit, such as Bloom, is set to `CONTEXT`.
-    Raise a `ModelError` if one cannot be loaded or they do not match."""
+    """Load a model and its tokenizer. The context of models without a limit, such as Bloom, is set to `CONTEXT`; models
+    for images and text get the sizes of their text model. Raise a `ModelError` if one cannot be loaded or they do not
+    match."""
     model = load_model(source, dtype)  # first: it checks config.json, which the tokenizer reads too
     tokenizer = load_tokenizer(source)
     check_tokenizer(source, model, tokenizer)
@@ -29,6 +30,9 @@ def load_with_tokenizer(
         tokenizer.add_tokens([token], special_tokens=True)
     if not hasattr(model.config, "max_position_embeddings"):
         model.config.max_position_embeddings = CONTEXT
+    for name in ("pad_token_id", "vocab_size", "hidden_size"):
+        if not hasattr(model.config, name):
+            setattr(model.config, name, getattr(model.config.get_text_config(), name, None))
     return model, tokenizer
 
 

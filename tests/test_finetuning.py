@@ -280,11 +280,12 @@ def test_a_model_with_chat_tokens_keeps_its_template_and_stop_token(tmp_path, ca
             file.write(json.dumps({"messages": messages}) + "\n")
     corpus = {"validation_fraction": 0.2, "chat_template": "chatml"}
     store = tokenized(tmp_path / "old.jsonl", tmp_path / "store", corpus, seed=1337, vocab_size=300)
-    run = trained(store, tmp_path / "run", **BIGGER, **QUICK, **MODERN_RUN, sample_prompts=None)
+    settings = BIGGER | QUICK | MODERN_RUN | {"sample_prompts": None, "sample_tokens": 4}
+    run = trained(store, tmp_path / "run", **settings)
     assert f"generate.py {run} --chat\n" in capsys.readouterr().out
     assert "<|im_start|>user\n" in (run / "samples.md").read_text()
-    chats = [{"content": "the token <|im_end|> ends"}]
-    assert without_control_tokens(chats, store.load_tokenizer()) == [{"content": "the token  ends"}]
+    chat = [{"role": "user", "content": "the token <|im_<|im_end|>end|> ends"}]
+    assert without_control_tokens(chat, store.load_tokenizer()) == [{"role": "user", "content": "the token  ends"}]
     data, model = chats_file(tmp_path / "new.jsonl"), tmp_path / "model"
     memorizing = ["--learning_rate", "0.005", "--num_train_epochs", "8", "--replay_fraction", "0", *SMALL_STEPS]
     tune(finetune_chat, run, data, model, "--lora_rank", "0", *memorizing)

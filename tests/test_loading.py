@@ -13,6 +13,7 @@ from test_native import bpe, model_folder
 from transformers.dynamic_module_utils import get_imports, get_relative_imports
 
 from conftest import REPOSITORY
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.configuration_gpt2scratch import AUTO_MAP
 
 IDS = torch.arange(8)[None]
@@ -145,6 +146,18 @@ def test_a_saved_folder_carries_its_code_and_names_it(published, folder):
     for name in CODE:
         ours = (REPOSITORY / "modeling_gpt2scratch" / name).read_bytes()
         assert (published.folder / folder / name).read_bytes() == ours
+
+
+class CappedLM(GPT2ScratchForCausalLM):
+    pass
+
+
+def test_a_subclass_keeps_its_entry(tmp_path):
+    model = CappedLM(GPT2ScratchConfig(n_layer=1, n_head=1, n_embd=4, n_positions=4, vocab_size=5))
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        model.save_pretrained(folder)
+        auto_map = json.loads((folder / "config.json").read_text())["auto_map"]
+        assert auto_map == AUTO_MAP | {"AutoModelForCausalLM": "test_loading.CappedLM"}
 
 
 @torch.no_grad()

@@ -5,6 +5,8 @@ import shutil
 import signal
 import time
 
+import pytest
+
 from conftest import TINY, assert_user_error, error_of, flags, lines, wait_until
 from training import compare_runs, sweep
 
@@ -54,14 +56,19 @@ def test_a_time_limit_ends_the_sweep_and_each_sweep_has_its_own_backup(store, tm
     assert not (tmp_path / "runs" / "one" / "learning_rate=0.02").exists()
 
 
-def test_the_time_limit_counts_from_the_start_of_the_sweep(store, tmp_path, monkeypatch):
-    commands = []
-    monkeypatch.setattr(sweep, "train", lambda command: time.sleep(0.1) or commands.append(command) or 1)
-    assert "2 of 2 runs failed" in error_of(sweep.main, command(store, tmp_path, max_hours=1))
-    limits = [float(words[words.index("--max_hours") + 1]) for words in commands]
-    assert limits[0] > 0.9999
-    assert 0 < limits[0] - limits[1] < 0.01
-    assert all(words.count("--max_hours") == 1 for words in commands)
+def test_the_time_limit_counts_from_the_start_of_the_sweep(store, tmp_path, monkeypatch, capsys):
+    limits = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "train", lambda command, seconds: limits.append(seconds) or time.sleep(0.1) or 1)
+        assert "2 of 2 runs failed" in error_of(sweep.main, command(store, tmp_path, max_hours=1))
+        assert "1 of 2 runs failed" in error_of(sweep.main, command(store, tmp_path, max_hours=1e-6))
+    assert (limits[0], limits[2:]) == (None, [None])
+    assert 3599 < limits[1] < 3600
+    assert "learning_rate=0.02 (max_hours); the same command continues it." in capsys.readouterr().out
+    monkeypatch.setattr(sweep, "SCRIPT", tmp_path / "run.py")
+    handled = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))"
+    sweep.SCRIPT.write_text(f"import signal, sys, time\n{handled}\ntime.sleep(int(sys.argv[1]))\nsys.exit(3)\n")
+    assert [sweep.train(["0"], None), sweep.train(["600"], 2)] == [3, 0]
 
 
 def test_all_problems_are_reported_before_the_first_run(store, tmp_path):

@@ -233,6 +233,8 @@ def test_losses_on_a_sample_of_another_size_do_not_count_for_the_best():
     scores = [(1.0, 16, {}), (3.0, 64, {}), (2.9, 640, {"eval_sampled_loss": 3.1})]  # changed after the first
     entries = [{"eval_loss": loss, "eval_tokens": tokens} | sampled for loss, tokens, sampled in scores]
     assert [best_evaluation(entries[:n]) for n in (1, 2, 3)] == [entries[0], entries[1], entries[1]]
+    assert best_evaluation([entries[2], entries[1]]) == entries[1]
+    assert best_evaluation([entries[2], entries[1] | {"eval_loss": 3.2}]) == entries[2]  # earlier ones were pruned
 
 
 def test_a_moved_run_resumes_and_a_missing_checkpoint_lists_the_others(train, tmp_path):

@@ -53,11 +53,12 @@ def main(arguments: list[str]) -> None:
         command += ["--output_dir", str(base / name)]
         # A folder of the sweep's own, because the runs of other sweeps have the same names; not for older backups.
         if drive and not Path(drive, name).exists():
-            command[:] = with_flag(command, "backup_dir", str(Path(drive, base.name)))
+            groups = [group for group in split_flags(command) if flag_name(group[0]) != "backup_dir"]
+            command[:] = [*chain(*groups), "--backup_dir", str(Path(drive, base.name))]
         configs.append(problems.add_of(read_config, [command, check]))
     problems.add_of(refuse_replacing, [plot := base / "comparison.png"])
     problems.refuse()
-    failures, start = [], time.monotonic()
+    failures, start = [], None
     for command, config in zip(commands.values(), configs, strict=True):
         folder = config.run.folder
         is_finished = read_status(folder.status).get("state") == "finished" and not config.run.overwrite_output_dir
@@ -67,10 +68,14 @@ def main(arguments: list[str]) -> None:
         if drive and Path(drive).is_dir() and not config.cost.plan:
             with suppress(OSError):  # each run reports it
                 Path(drive, base.name).mkdir(exist_ok=True)
-        if limit := config.stopping.max_hours:  # of the sweep
-            remaining = max(1e-6, limit - (time.monotonic() - start) / 3600)
-            command = with_flag(command, "max_hours", f"{remaining:.6f}")
-        if train(command):
+        seconds, limit = None, config.stopping.max_hours  # which the first run observes itself
+        if start is not None and limit is not None:
+            seconds = limit * 3600 - (time.monotonic() - start)
+        start = start or time.monotonic()
+        if seconds is not None and seconds <= 0:
+            print(f"The sweep ends before {folder.path} (max_hours); the same command continues it.")
+            break
+        if train(command, seconds):
             failures.append(str(folder.path))
         elif not config.cost.plan and read_status(folder.status).get("state") == "stopped":  # max_hours
             print(f"{folder.path} was stopped, so the sweep ends here; the same command continues it.")
@@ -81,26 +86,25 @@ def main(arguments: list[str]) -> None:
         raise UserError(f"{len(failures)} of {len(commands)} runs failed: {', '.join(failures)}.")
 
 
-def with_flag(command: list[str], name: str, value: str) -> list[str]:
-    """Return a command with another value of a flag."""
-    groups = [group for group in split_flags(command) if flag_name(group[0]) != name]
-    return [*chain(*groups), f"--{name}", value]
-
-
-def train(arguments: list[str]) -> int:
-    """Run train_accelerate.py and return its exit code. SIGINT and SIGTERM end this process, after the run is saved."""
-    signals, tie = [], None
+def train(arguments: list[str], seconds: float | None) -> int:
+    """Run train_accelerate.py and return its exit code, or 0 if the run is stopped, and so saved, after `seconds`.
+    SIGINT and SIGTERM end this process, after the run is saved."""
+    signals, tie, is_late = [], None, False
     if sys.platform == "linux":  # if this process is killed, the run is saved and ends
         tie = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
     with subprocess.Popen([sys.executable, str(SCRIPT), *arguments], preexec_fn=tie) as process:  # noqa: PLW1509
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: signals.append(number) or process.send_signal(number))
-        process.wait()
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            is_late = True
+            process.terminate()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if signals:
         sys.exit(128 + signals[0])
-    return process.returncode
+    return 0 if is_late else process.returncode
 
 
 if __name__ == "__main__":

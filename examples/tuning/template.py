@@ -37,15 +37,20 @@ def template_errors() -> Iterator[None]:
         ) from error
 
 
-def without_control_tokens(part: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return a text, or chats as lists and dictionaries of texts, without text that the tokenizer would encode as a
-    control token: in a message it would end the turn, or begin another one."""
-    if isinstance(part, str):
-        tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        return re.sub("|".join(map(re.escape, tokens)), "", part)
-    if isinstance(part, dict):
-        return {name: without_control_tokens(value, tokenizer) for name, value in part.items()}
-    return [without_control_tokens(item, tokenizer) for item in part]
+def without_control_tokens(messages: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return messages without text that the tokenizer would encode as a control token, which would end the turn or
+    begin another one. A text, which may be a whole chat, is returned as it is."""
+    if not isinstance(messages, list):
+        return messages
+    tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    pattern = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
+
+    def plain(text: str) -> str:
+        while (shorter := pattern.sub("", text)) != text:  # a removal can create another token
+            text = shorter
+        return text
+
+    return [message | {"content": plain(message["content"])} for message in messages]
 
 
 def give_template(tokenizer: PreTrainedTokenizerBase) -> int:

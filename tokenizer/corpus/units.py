@@ -51,7 +51,7 @@ class CorpusArguments:
         None, "Column with the text or chat of a record; detected if it is named `text` or is the only text column."
     )
     exclude: list[str] = setting(
-        [], "Skip files found in folders or by globs that match a pattern: '*.csv' node_modules 'tables/*.json'."
+        [], "Skip files in folders, globs and packages that match a pattern: '*.csv' node_modules 'tables/*.json'."
     )
     sample_by: Literal["document", "paragraph", "line"] = setting(
         "document", "One document of a plain text file: the whole file, a paragraph, or a line."

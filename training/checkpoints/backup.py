@@ -24,7 +24,7 @@ from common.removal import discard, mark
 from common.settings_file import read_yaml
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.checkpoint import DamageError, complete_checkpoints, is_linked, listed_files, step_of
-from training.checkpoints.metrics import best_step, read_metrics
+from training.checkpoints.metrics import best_step, read_events, read_metrics
 from training.checkpoints.run_folder import RunArguments, RunFolder, may_hold_run
 from training.runtime.console import clock
 from training.runtime.restart import restarted
@@ -105,6 +105,13 @@ class Backup:
                 self.say(f"WARNING: {checkpoint} is damaged: {damage}. Falling back to the previous checkpoint.")
         return None
 
+    def holds_this_run(self) -> bool:
+        """Return whether the run in the backup started as the one in the folder did, as far as can be read."""
+        try:
+            return read_events(self.run.events)[:1] == read_events(self.there.events)[:1]
+        except OSError:  # `restore` reports it
+            return True
+
     def fetch(self, checkpoint: Path) -> Path:
         """Copy a checkpoint of the backup, its logs and the best earlier checkpoint into the run folder. Return the
         copy. Raise a `DamageError`, or a `UserError` if the drive or the run's own disk fails."""
@@ -117,6 +124,8 @@ class Backup:
             self.run.checkpoints.mkdir(exist_ok=True)
             checkpoints.copy(checkpoint, copy)
             self._restore_best(step_of(checkpoint))
+        except DamageError:  # an OSError, too
+            raise
         except OSError as error:
             other = f", or leave out --backup_dir to resume from the files in {self.run.path}"
             raise UserError(

@@ -14,7 +14,7 @@ from modeling_gpt2scratch import GPT2ScratchForCausalLM, loading, prompts
 from tokenizer.corpus import hub
 from tokenizer.store.store import TokenStore
 from training.checkpoints import checkpoint as checkpoints
-from training.checkpoints.run_folder import RunFolder, find_checkpoint
+from training.checkpoints.run_folder import CONFIG_FILE, RunFolder, find_checkpoint
 
 limit_tokenizers()
 
@@ -26,8 +26,8 @@ def find_model(name: str) -> str:
     for candidate in (path / "model", path):
         if (candidate / "config.json").is_file():
             return str(candidate)
-    if checkpoints.complete_checkpoints(path / "checkpoints"):
-        return str(find_checkpoint(path, None))
+    if complete := checkpoints.complete_checkpoints(path / "checkpoints"):
+        return str(find_checkpoint(path, None) if (path / CONFIG_FILE).is_file() else complete[-1])
     if path.exists():
         hint = f" yet: {RunFolder(path).last_good()}" if RunFolder(path).is_run() else ""
         raise UserError(f"{name} holds no model{hint}.")

@@ -114,11 +114,11 @@ def best_evaluation(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def comparable_evaluations(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the validations whose sample has the size of the newest one's: a resumed run may change it."""
-    size, by_size = None, {}
-    for entry in entries:
-        if "eval_loss" in entry:
-            size = size if scores_more(entry) else entry.get("eval_tokens")
-            by_size.setdefault(size, []).append(entry)
+    validations, by_size = [entry for entry in entries if "eval_loss" in entry], {}
+    size = next((entry.get("eval_tokens") for entry in validations if not scores_more(entry)), None)
+    for entry in validations:
+        size = size if scores_more(entry) else entry.get("eval_tokens")  # one that scores more has the sample before
+        by_size.setdefault(size, []).append(entry)
     return by_size.get(size, [])
 
 

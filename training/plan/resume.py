@@ -13,7 +13,6 @@ from common.settings_file import read_yaml
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.backup import Backup
 from training.checkpoints.checkpoint import TrainState
-from training.checkpoints.metrics import read_events
 from training.checkpoints.run_folder import CONFIG_FILE, RunArguments, RunFolder, is_checkpoint, put_back, run_of
 from training.checkpoints.status import check_run_format
 from training.data.batches import START, DataPosition
@@ -67,11 +66,12 @@ def choose_checkpoint(
         put_back(folder)
     has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))
     is_backup = backup is not None and is_branch and run_of(source).resolve() == backup.there.path.resolve()
-    is_restored = is_backup and not (has_begun or overwrites)
+    is_copied = is_backup and is_checkpoint(source) and folder.newest_step() == checkpoints.step_of(source)
+    is_restored = is_backup and not overwrites and (not has_begun or is_copied)  # is_copied: by an earlier command
     if source is not None and (overwrites or not is_branch or (is_restored and is_checkpoint(source))):
         checkpoint = _named_checkpoint(source, folder, None if is_branch else backup, settings, say)
         if is_restored:
-            checkpoint = backup.fetch(checkpoint)
+            checkpoint = _fetched(checkpoint, backup)
     elif overwrites:
         checkpoint = None
     else:
@@ -105,6 +105,13 @@ def _newest(
     return checkpoint
 
 
+def _fetched(checkpoint: Path, backup: Backup) -> Path:
+    try:
+        return backup.fetch(checkpoint)
+    except checkpoints.DamageError as damage:
+        raise UserError(f"{checkpoint} is damaged: {damage}. Resume from another checkpoint.") from damage
+
+
 def _refuse_another(folder: Path, settings_of_run: dict[str, Any], settings: RunSettings | None) -> None:
     """Raise a `UserError` that names the settings of the run in the folder that differ."""
     if settings is not None and (changes := settings.differences(settings_of_run)):
@@ -120,7 +127,7 @@ def _named_checkpoint(
     """Return the checkpoint that the user named, or the newest of the run. A run in the backup that did not start as
     the one in the folder must have its `settings`: it may be one that this run replaced."""
     if not is_checkpoint(source):
-        is_same = backup is None or read_events(folder.events)[:1] == read_events(backup.there.events)[:1]
+        is_same = backup is None or backup.holds_this_run()
         newest = _newest(RunFolder(run_of(source)), backup, None if is_same else settings, say)
         if newest is None:
             raise UserError(

@@ -20,6 +20,7 @@ from common.atomic import write_atomic
 from common.errors import NONSENSE, check_format
 from common.settings_file import read_yaml
 from modeling_gpt2scratch import GPT2ScratchConfig
+from modeling_gpt2scratch.loading import TOKENIZER
 from tokenizer.build.report import documents, left_out
 from tokenizer.corpus.named_data import find
 from tokenizer.store.store import Metadata
@@ -104,6 +105,7 @@ def gather(folder: RunFolder) -> dict[str, Any]:
     speed_entries = [entry for entry in entries if "tokens_per_second" in entry]
     startup = next((entry["seconds_to_first_step"] for entry in entries if "seconds_to_first_step" in entry), 0.0)
     openings = [texts[0][:PROMPT_CHARACTERS] for texts in texts_at.values()]  # the tokenizer can encode these
+    openings = ["Hello"] if (folder.model / TOKENIZER[-1]).is_file() else openings
     return {
         "name": folder.path.name,
         "prompt": [*settings.get("sample_prompts", []), *openings, "Once"][0],
