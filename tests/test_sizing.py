@@ -196,28 +196,43 @@ def test_less_text_gives_a_larger_model_with_fewer_tokens(store):
 
 
 @pytest.mark.parametrize("arguments", ["--budget 1e18flops", "--depth 12"])
-def test_a_small_text_limits_epochs_and_size(store, arguments):
+@pytest.mark.parametrize(
+    ("vocab_size", "epochs", "parameters", "last"), [(300, 8, 10, (0.4, 0.7)), (2048, 5, 20, (0.05, 0.8))]
+)
+def test_a_small_text_limits_epochs_and_size(store, arguments, vocab_size, epochs, parameters, last):
     """100,000 tokens: neither more epochs than are useful, nor a model far too large for them, unless its size is
-    given. The loss is then not known."""
-    option = choice(store, arguments, 100_000).option
-    assert 4 < option.epochs <= scaling.MOST_EPOCHS
-    (least, last), (most, best) = option.worths
-    assert 400_000 < least < most < option.tokens
-    assert 0.4 < last < best < 0.8
-    assert option.most_tokens == scaling.MOST_EPOCHS * 100_000
-    assert option.parameters <= scaling.MOST_PARAMETERS * 100_000 or "depth" in arguments
+    given. The loss is then not known. The larger vocabulary allows an induction circuit."""
+    option = choice(store, arguments, 100_000, vocab_size=vocab_size).option
+    assert 4 < option.epochs <= epochs
+    (least, lowest), (most, highest) = option.worths
+    assert 200_000 < least < most < option.tokens
+    assert (lowest, highest) == pytest.approx(last, abs=0.05)
+    assert option.most_tokens == epochs * 100_000
+    assert option.parameters <= parameters * 100_000 or "depth" in arguments
+    assert option.settings["induction_init"] is (vocab_size == 2048)
     assert option.loss is None
     assert option.is_limited_by_text
-    longer = choice(store, f"{arguments} --num_train_epochs 40", 100_000).option
-    assert longer.epochs > scaling.MOST_EPOCHS
+    longer = choice(store, f"{arguments} --num_train_epochs 40", 100_000, vocab_size=vocab_size).option
+    assert longer.epochs > 39
     assert not longer.is_limited_by_text
+
+
+def test_a_larger_text_or_one_without_a_circuit_is_repeated_more(store):
     preset = choice(store, "--config presets/gpt2.yaml --budget 1e20flops", 1e7).option  # its length is a limit, too
-    assert preset.epochs <= scaling.MOST_EPOCHS
+    assert preset.epochs <= 8
+    for more, tokens, epochs in (
+        ("", 1e6, 5),
+        ("", 1.1e6, 8),
+        ("--family gpt2", 1e6, 8),
+        ("--induction_init false", 1e6, 8),
+    ):
+        option = choice(store, f"--budget 1e18flops {more}", tokens, vocab_size=2048).option
+        assert option.most_tokens == epochs * tokens
 
 
 def test_the_default_length_is_for_the_default_text(store):
     """1,200 steps of 4,096 tokens would repeat 100,000 tokens 49 times."""
-    data, steps = ["--data", str(store.folder)], int(scaling.MOST_EPOCHS * 100_000 / 4096)
+    data, steps = ["--data", str(store.folder)], 800_000 // 4096
     for arguments, tokens, expectation, average in (
         (data, 100_000, steps, steps // 10),
         (data, 1_000_000, 1200, 120),

@@ -235,8 +235,9 @@ def advice(forecast: Forecast) -> Iterator[str]:
         name = "per_device_train_batch_size" if plan.batches.accumulation > 1 else "tokens_per_step of a new run"
         yield f"{text}: raise {name}."
     is_small = forecast.store.metadata.train.tokens <= scaling.SMALL_TEXT  # as the texts that were measured
-    if is_small and round(epochs := plan.epoch(plan.max_steps)) > scaling.MOST_EPOCHS:  # windows leave out tokens
-        text = f"beyond about {scaling.MOST_EPOCHS}, the loss on new text rises: use fewer, or more text."
+    most = scaling.WITHOUT_CIRCUIT.epochs
+    if is_small and round(epochs := plan.epoch(plan.max_steps)) > most:  # windows leave out tokens
+        text = f"beyond about {most}, the loss on new text rises: use fewer, or more text."
         yield f"The run trains for {epochs:.1f} epochs; {text}"
     is_new = config.run.init_from is None  # scaling laws are for new models, and exclude smaller ones
     if is_new and N >= FILLS_A_GPU and forecast.tokens < N * scaling.RATIOS["modern"] / 10:

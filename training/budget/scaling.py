@@ -31,20 +31,31 @@ EPOCHS_RULE = Rule("value of repeated tokens", "Muennighoff et al. 2023, equatio
 # (k, g) of bits per byte = k C^-g for the best size at C FLOPs, fitted to runs on the text of the quickstart, and the
 # range of C.
 POWER_LAWS, MEASURED_FLOPS = {"gpt2": (18.42, 0.0812), "modern": (67.35, 0.1283)}, (5e12, 6e13)
-# Measured here for texts of 0.07 to 1.6 million tokens (docs/small_data.md): epochs, after which the loss on new text
-# rises; the largest model, in parameters in matrix products per token of the text.
-MOST_EPOCHS, MOST_PARAMETERS = 8, 10
 EPOCHS_AS_NEW = 4  # repeated tokens are worth nearly as much as new ones (Muennighoff et al. 2023, section 6)
 EXPONENT = 0.353  # of N and D in the loss (same source, equation 12)
-# Decay of the value of repeated tokens, and of parameters beyond the best number for U: published, and measured here
-# for texts of at most SMALL_TEXT tokens.
+# Decay of the value of repeated tokens, and of parameters beyond the best number for U: published, and the latter
+# measured here for texts of at most SMALL_TEXT tokens.
 REPEATS, EXCESS = 15.4, 5.3
-SMALL_TEXT, SMALL_REPEATS, SMALL_EXCESS = 1e7, 8, 50
+SMALL_TEXT, SMALL_EXCESS = 1e7, 50
 LARGEST_DECAY = 0.5  # runs of few steps would have more; nothing above was tried
 TIMESCALES = {"muon": 0.308, "adamw": 0.583}  # B / (rate decay D) of the records that `weight_decay` names
-# Up to this N, new models of the modern family have second targets, and up to that many training tokens an induction
-# circuit. Its gain ends before 10M (four layers) or 20M (two; docs/log.md).
+# Up to this N, or with texts that are repeated as in WITH_CIRCUIT, new models of the modern family have second targets,
+# and up to that many training tokens an induction circuit. Its gain ends before 10M (four layers) or 20M (two;
+# docs/log.md).
 SMALL_MODEL, SECOND_TARGET_WEIGHT, CIRCUIT_TOKENS = 4.2e6, 0.5, 5e6
+
+
+class Repetition(NamedTuple):
+    """How much a text can be repeated."""
+
+    epochs: int  # after which the loss on new text rises
+    parameters: int  # of the largest model, in matrix products, per token of the text
+    scale: float  # decay of the value of repeated tokens
+
+
+# Measured here for texts of 0.07 to 1.6 million tokens, and with an induction circuit for 0.2 to 0.7 million
+# (docs/small_data.md).
+WITHOUT_CIRCUIT, WITH_CIRCUIT = Repetition(8, 10, 8.0), Repetition(5, 20, 1.5)
 # Tao et al. 2024, approach 2: N of the blocks, width, vocabulary size, and exponent of the embedding. Below: vocabulary
 # size and N of the blocks, measured here (docs/budget.md).
 VOCABULARY_SOURCE = "Tao et al. 2024; docs/budget.md"
@@ -65,18 +76,21 @@ def effective(amount: float, base: float, scale: float = REPEATS) -> float:
     return base * (1 + scale * (1 - math.exp(-(amount / base - 1) / scale)))
 
 
-def repeat_scales(unique: float) -> tuple[float, ...]:
-    """Return the known decays of the value of repeated tokens, for a text of `unique` tokens: the lowest first."""
-    return (SMALL_REPEATS, REPEATS) if unique <= SMALL_TEXT else (REPEATS,)
+def repetition(unique: float, has_circuit: bool) -> Repetition:
+    """Return how much a text of `unique` tokens can be repeated. `has_circuit`: short runs have a circuit."""
+    if has_circuit and WITH_CIRCUIT.epochs * unique <= CIRCUIT_TOKENS:
+        return WITH_CIRCUIT
+    return WITHOUT_CIRCUIT if unique <= SMALL_TEXT else WITHOUT_CIRCUIT._replace(scale=REPEATS)
 
 
-def deficit(parameters: float, tokens: float, unique: float, ratio: float) -> float:
+def deficit(parameters: float, tokens: float, unique: float, ratio: float, scale: float = REPEATS) -> float:
     """Return the part of the loss that falls with N and D, up to a factor: (ratio N')^-a + D'^-a.
 
-    N' and D' are the effective N and D for the text. Without repetition, constant N D is best at D = ratio N.
+    N' and D' are the effective N and D for the text, with the decay `scale` of the value of repeated tokens. Without
+    repetition, constant N D is best at D = ratio N.
     """
     size = effective(parameters, unique / ratio, EXCESS if unique > SMALL_TEXT else SMALL_EXCESS)
-    return (ratio * size) ** -EXPONENT + effective(tokens, unique, repeat_scales(unique)[0]) ** -EXPONENT
+    return (ratio * size) ** -EXPONENT + effective(tokens, unique, scale) ** -EXPONENT
 
 
 def best_batch(tokens: float) -> int:

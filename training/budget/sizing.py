@@ -69,6 +69,7 @@ class Option:
     tokens: float
     most_tokens: float  # given, or useful with this text
     unique: int  # tokens of the text
+    repetition: scaling.Repetition
     family: str
     seconds: float | None  # estimated for the whole run
 
@@ -86,14 +87,14 @@ class Option:
         """For each known decay of the value of repeated tokens: value of all tokens in new ones, and value of the last
         epoch relative to the first."""
         pairs, amounts = [], (self.tokens, self.tokens - self.unique)
-        for scale in scaling.repeat_scales(self.unique):
+        for scale in sorted({self.repetition.scale, scaling.REPEATS}):
             worth, previous_worth = (scaling.effective(amount, self.unique, scale) for amount in amounts)
             pairs.append((worth, (worth - previous_worth) / self.unique))
         return pairs
 
     @property
     def is_limited_by_text(self) -> bool:
-        return self.is_limited and self.most_tokens == scaling.MOST_EPOCHS * self.unique
+        return self.is_limited and self.most_tokens == self.repetition.epochs * self.unique
 
     @property
     def is_limited(self) -> bool:
@@ -102,7 +103,8 @@ class Option:
 
     @property
     def deficit(self) -> float:
-        return scaling.deficit(self.parameters, self.tokens, self.unique, scaling.RATIOS[self.family])
+        ratio = scaling.RATIOS[self.family]
+        return scaling.deficit(self.parameters, self.tokens, self.unique, ratio, self.repetition.scale)
 
     @property
     def outside(self) -> list[tuple[scaling.Rule, float]]:
@@ -185,7 +187,7 @@ def resolve(
     adds_steps = sizing.deadline is not None and continues and not config.cost.plan  # a plan is of the new steps
     if adds_steps and done:
         most_steps = int(sizing.option.most_tokens / settings["tokens_per_step"])
-        settings = settings | {"max_steps": min(done + settings["max_steps"], most_steps)}
+        settings = settings | {"max_steps": max(done, min(done + settings["max_steps"], most_steps))}
     return config.with_settings(settings), sizing
 
 
@@ -219,7 +221,7 @@ def _shortened(config: TrainConfig, accelerator: Accelerator, stores: list[Token
     store = stores[0] if stores else open_data(config, accelerator)
     unique, batch = store.metadata.train.tokens, config.batch.tokens_per_step
     longest, optim = config.length.max_steps, config.optim
-    steps = min(longest, max(1, int(scaling.MOST_EPOCHS * unique / batch)))
+    steps = min(longest, max(1, int(scaling.WITHOUT_CIRCUIT.epochs * unique / batch)))  # also of a small model with one
     settings = {"weight_average": scaling.average_horizon(steps, steps * batch / unique)}
     settings["load_best_model_at_end"] = steps * batch > unique
     if steps < longest:
@@ -241,6 +243,9 @@ class Sizer:
         self.given = {name: value for name, value in config.flat().items() if name in CHOICES & config.given}
         is_gpt2 = config.has_model_file and config.optim.optimizer == "adamw" and not config.model.is_modern
         self.family = config.budget.family or ("gpt2" if is_gpt2 else "modern")
+        self.is_bpe = self.vocab_size >= scaling.SMALLEST_VOCABULARY  # characters repeat too often to be found again
+        has_circuit = self.family == "modern" and self.is_bpe and self.given.get("induction_init", True)
+        self.repetition = scaling.repetition(self.tokens, has_circuit and not config.run.init_from)
         content = {} if config.has_model_file else read_yaml(PRESET_OF[self.family])
         self.architecture = {name: content[name] for name in ARCHITECTURE & content.keys()}
         depth = config.budget.depth or self.given.get("n_layer") or self.given.get("n_embd", 0) // WIDTH
@@ -299,7 +304,7 @@ class Sizer:
     def _best(self, factor: float) -> Option | None:
         """Return the option of the lowest loss for `factor` times the budget, of those that have a step, fit into
         memory, and are not too large for the text, or None."""
-        largest = max(scaling.MOST_PARAMETERS * self.tokens, size_of(self._model(self.depths[0])).products)
+        largest = max(self.repetition.parameters * self.tokens, size_of(self._model(self.depths[0])).products)
 
         def is_possible(depth: int) -> bool:
             model = self._model(depth)
@@ -320,7 +325,7 @@ class Sizer:
             longest = tokens = self._length(0) or scaling.RATIOS[self.family] * size_of(model).products
         # The length of a resumed run is the user's, or already limited.
         is_decided = LENGTHS & (self.given.keys() if self.config.run.resume_from_checkpoint else self.config.flags)
-        maximum = math.inf if is_decided else scaling.MOST_EPOCHS * self.tokens
+        maximum = math.inf if is_decided else self.repetition.epochs * self.tokens
         batch = self._batch(model, max(1, min(tokens, self._length(0) or maximum)))
         limit = self._length(batch)
         if amount is None and limit is not None:
@@ -335,7 +340,7 @@ class Sizer:
         if self.left is not None:
             seconds = self._seconds(model, steps * batch, math.ceil(steps / settings["eval_steps"]))
             settings["max_train_tokens"] = limit and int(maximum)  # for a resumed run, while its length is an estimate
-        return Option(settings, model, steps * batch, maximum, self.tokens, self.family, seconds)
+        return Option(settings, model, steps * batch, maximum, self.tokens, self.repetition, self.family, seconds)
 
     def _batch(self, model: GPT2ScratchConfig, tokens: float) -> int:
         """Return the tokens per step of a run that trains on `tokens`."""
@@ -364,9 +369,9 @@ class Sizer:
         """Return the settings of a run with a validation and a checkpoint every `interval` steps: also those of model,
         batch, rates and schedule."""
         model, parameters = self._arguments(depth), size_of(self._model(depth)).products
-        is_small = self.family == "modern" and parameters <= scaling.SMALL_MODEL and not self.config.run.init_from
-        is_bpe = self.vocab_size >= scaling.SMALLEST_VOCABULARY  # characters repeat too often to be found again
-        has_circuit = is_small and is_bpe and steps * batch <= scaling.CIRCUIT_TOKENS
+        is_small = parameters <= scaling.SMALL_MODEL or self.repetition == scaling.WITH_CIRCUIT
+        is_small &= self.family == "modern" and not self.config.run.init_from
+        has_circuit = is_small and self.is_bpe and steps * batch <= scaling.CIRCUIT_TOKENS
         second_weight = self.given.get("second_target_weight", scaling.SECOND_TARGET_WEIGHT if is_small else None)
         settings = self.architecture | {
             "tokens_per_step": batch,
@@ -453,9 +458,9 @@ class Sizer:
         if (length := self._length(batch)) is not None and length < batch:
             lengths = " and ".join(f"{name} is {self.given[name]}" for name in LENGTHS if self.given.get(name))
             return f"{lengths}, less than one step of {batch:,} tokens; use more, or a smaller --tokens_per_step."
-        if length is None and scaling.MOST_EPOCHS * self.tokens < batch:
+        if length is None and self.repetition.epochs * self.tokens < batch:
             return (
-                f"The text has {self.tokens:,} tokens, which {scaling.MOST_EPOCHS} times are less than one step "
+                f"The text has {self.tokens:,} tokens, which {self.repetition.epochs} times are less than one step "
                 f"of {batch:,} tokens; use more text, or a smaller --tokens_per_step."
             )
         if self.left is None:
