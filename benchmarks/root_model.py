@@ -155,7 +155,7 @@ def first_steps() -> dict[str, Any]:
     return {
         "cpu": cpu_name(),
         "torch": about("root_model", [])["torch"],
-        "packages": sorted(licenses(["python-packages"], [])),
+        "packages": sorted(licenses(["python-packages"])),
         **{f"{split}_sha256": data[split]["sha256"] for split in ("train", "val")},
         "losses": [[step, loss] for step, loss in curve if step <= FIRST_STEPS],
     }

@@ -1,4 +1,4 @@
-"""Compare --budget on a small text with four epochs, and with the choice of an earlier commit, at equal FLOPs.
+"""Compare --budget on a small text with the choice of an earlier commit, at equal FLOPs.
 
 python -m benchmarks.small_data                               # writes docs/small_data.md
 python -m benchmarks.small_data --data my.txt --megabytes 2   # another text: its first 2 MB
@@ -32,9 +32,9 @@ from training.config import read_config
 from training.data.run_data import is_store, name_of
 
 FILES = "small-data-*mb.jsonl"
-FLOPS = {1.0: 2e13, 5.0: 1.6e14}  # about seven epochs of the text
+FLOPS = {1.0: 2e13, 5.0: 1.6e14}  # about four and six epochs of the text
 EARLIER = "1f42d8d"  # the last commit whose rule for a budget was: at most four epochs
-BUDGET, EARLIER_RULE, FOUR_EPOCHS = "`--budget`", "the earlier rule", "`--num_train_epochs 4`"
+BUDGET, EARLIER_RULE = "`--budget`", "the earlier rule"
 SPARING = {"sample_tokens": 0, "save_total_limit": 2}
 
 
@@ -52,7 +52,7 @@ def token_store(options: SmallDataArguments, tokenizer: str | None = None) -> Pa
     """Return the store of the first megabytes of the text, of which a tenth, in whole documents, is held out, with a
     tokenizer of its own or a given one."""
     name = f"{name_of(options.data)}-{options.megabytes:g}mb"
-    store = results.REPOSITORY / f"data/{name}{'-pretrained' * bool(tokenizer)}"
+    store = results.REPOSITORY / f"data/{name}{f'-of-{Path(tokenizer).resolve().name}' if tokenizer else ''}"
     if not is_store(str(store)):
         settings = {"input": options.data, "output": store, "max_bytes": f"{options.megabytes:g}MB"}
         settings |= {"validation_fraction": 0.1} | ({"tokenizer": tokenizer} if tokenizer else {"vocab_size": 2048})
@@ -92,7 +92,7 @@ def measure(run: dict[str, Any], settings: dict[str, Any], code: Path) -> dict[s
     return {
         "run": run,
         "settings": {name: config.get(name) for name in names},
-        "epochs": round(config["max_steps"] * config["tokens_per_step"] / tokens_of(settings["data"]), 2),
+        "epochs": round(validations[-1]["step"] * config["tokens_per_step"] / tokens_of(settings["data"]), 2),
         "curve": [round(entry["eval_bits_per_byte"], 4) for entry in validations],
         "bits_per_byte": score,
         "seconds": round(seconds),
@@ -114,7 +114,7 @@ def train(options: SmallDataArguments, arguments: list[str]) -> None:
         raise UserError(f"--megabytes {options.megabytes:g} has no FLOPs of its own; name them with --flops.")
     store = token_store(options)
     path, budget = RESULTS / f"small-data-{store.name}.jsonl", {"data": store, "budget": f"{flops:g}flops"}
-    arms = {BUDGET: budget, EARLIER_RULE: budget, FOUR_EPOCHS: budget | {"num_train_epochs": 4}}
+    arms = {BUDGET: budget, EARLIER_RULE: budget}
     head, runs = read_runs(path, "run")
     facts = {"data": store.name, "train_tokens": tokens_of(store), "commit": results.commit()}
     head = head or about("small_data", arguments) | facts
@@ -147,10 +147,13 @@ def train(options: SmallDataArguments, arguments: list[str]) -> None:
 def page() -> str:
     """Return docs/small_data.md with the runs of the result files between its markers."""
     paths = sorted(RESULTS.glob(FILES))
-    columns = ["text", "run", "layers", "epochs", "bits per byte", "seconds"]
+    columns = ["text", "run", "layers", "epochs", "bits per byte"]
     runs = table(columns, [row for path in paths for row in rows_of(path)])
-    about_last = read_runs(paths[-1], "run")[0] | {"command": "python -m benchmarks.small_data"}
-    return with_results("small_data.md", f"{runs}\n\n{measured_on(about_last, RESULTS / FILES)}")
+    heads = [read_runs(path, "run")[0] for path in paths]
+    command = "python -m benchmarks.small_data --data TEXT"
+    dates = " to ".join(sorted({min(head["date"] for head in heads), max(head["date"] for head in heads)}))
+    measured = measured_on(heads[-1] | {"command": command, "date": dates}, RESULTS / FILES)
+    return with_results("small_data.md", f"{runs}\n\n{measured}")
 
 
 def rows_of(path: Path) -> list[list[str]]:
@@ -162,10 +165,9 @@ def rows_of(path: Path) -> list[list[str]]:
         bits = [run["bits_per_byte"] for run in of_arm]
         error = f" ± {stdev(bits) / len(bits) ** 0.5:.4f}" if len(bits) > 1 else ""
         shape = [f"{of_arm[0]['settings']['n_layer']}", f"{of_arm[0]['epochs']:.1f}"]
-        seconds = f"{mean(run['seconds'] for run in of_arm):,.0f}"
-        rows.append([head["data"], arm, *shape, f"{mean(bits):.4f}{error}", seconds])
+        rows.append([head["data"], arm, *shape, f"{mean(bits):.4f}{error}"])
     if model := head.get("pretrained"):
-        rows.append([head["data"], f"`{model['model']}`, untrained", "", "0", f"{model['bits_per_byte']:.4f}", ""])
+        rows.append([head["data"], f"`{model['model']}`, untrained", "", "0", f"{model['bits_per_byte']:.4f}"])
     return rows
 
 

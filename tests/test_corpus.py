@@ -149,7 +149,7 @@ def test_packages_and_their_licenses_are_read(tmp_path, monkeypatch):
     assert {"torch/nn/functional.py", "transformers/trainer.py", "sympy/core/add.py"} <= set(names)
     assert names == sorted(names)
     assert not any({"test", "tests", "testing"} & set(name.split("/")) for name in names)
-    assert licenses(["python-packages", "python-standard-library", "other"], [])[f"torch {version('torch')}"]
+    assert licenses(["python-packages", "python-standard-library", "other"])[f"torch {version('torch')}"]
     info = tmp_path / "gpt2scratch_text-1.dist-info"
     write(info / "METADATA", "Metadata-Version: 2.1\nName: gpt2scratch-text\nVersion: 1\nLicense: MIT\n")
     write(info / "RECORD", "speeches/a.txt,,\nspeeches/b.txt,,\nspeeches/skipped/c.txt,,\n../d.txt,,\ne.py,,\n")
@@ -164,7 +164,7 @@ def test_packages_and_their_licenses_are_read(tmp_path, monkeypatch):
     assert [file.val for file in corpus(mine).all_files] == [True]
     held_out = {Path(file.path).parts[-2] for file in corpus("python-packages").all_files if file.val}
     assert {"rich", "jinja2", "fsspec", "implementations"} == held_out
-    assert licenses([mine], []) == {"gpt2scratch-text 1": "MIT"}
+    assert licenses([mine]) == {"gpt2scratch-text 1": "MIT"}
 
 
 def test_links_are_followed_only_if_given_by_name(tmp_path):

@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> None:
 
 
 def train(arguments: list[str], seconds: float | None) -> int:
-    """Run train_accelerate.py and return its exit code, or 0 if the run is stopped, and so saved, after `seconds`.
+    """Run train_accelerate.py and return its exit code, or 0 if it is stopped, and saves, after `seconds`.
     SIGINT and SIGTERM end this process, after the run is saved."""
     signals, tie, is_late = [], None, False
     if sys.platform == "linux":  # if this process is killed, the run is saved and ends
@@ -104,7 +104,7 @@ def train(arguments: list[str], seconds: float | None) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if signals:
         sys.exit(128 + signals[0])
-    return 0 if is_late else process.returncode
+    return 0 if is_late and process.returncode in (143, -signal.SIGTERM) else process.returncode
 
 
 if __name__ == "__main__":

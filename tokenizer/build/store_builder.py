@@ -434,7 +434,7 @@ class StoreBuilder:
             hub_datasets=[hub.name for hub in self.corpus.hub if hub is not None],
             commits={dataset.name: dataset.revision for dataset in map(open_dataset, paths)},
             validation_splits=self._validation_splits(),
-            licenses=licenses(self.recipe.inputs, self.recipe.corpus.exclude),
+            licenses=licenses(self.recipe.inputs),
             settings=self.plan.settings_of_user,
             counts=counters | {"links": self.corpus.finder.links, "tails": len(merger.progress.tails)},
             cleaning=outcomes,

@@ -81,13 +81,13 @@ def files_of(entry: str) -> dict[Path, bool] | None:
     return {path: not {*data.held_out}.isdisjoint(parts[path]) for path in files}
 
 
-def licenses(entries: list[str], exclude: list[str]) -> dict[str, str]:
-    """Return the licenses of the packages whose text the entries name, by package and version, without those that the
-    patterns of --exclude name."""
+def licenses(entries: list[str]) -> dict[str, str]:
+    """Return the licenses of the packages whose text the entries name, by package and version: also of those that
+    --exclude leaves out."""
     licenses = {}
     for data in map(find, entries):
         if data is not None and data.package is not None:
-            licenses |= packages.licenses(data.package, data.files, [*data.exclude, *exclude])
+            licenses |= packages.licenses(data.package, data.files, data.exclude)
     return licenses
 
 

@@ -53,9 +53,9 @@ class Repetition(NamedTuple):
     scale: float  # decay of the value of repeated tokens
 
 
-# Measured here for texts of 0.07 to 1.6 million tokens, and with an induction circuit for 0.2 to 0.7 million
-# (docs/small_data.md).
-WITHOUT_CIRCUIT, WITH_CIRCUIT = Repetition(8, 10, 8.0), Repetition(5, 20, 1.5)
+# Measured here for texts of 0.07 to 1.6 million tokens, and with an induction circuit for 0.2 to 0.7 million, which is
+# applied up to CIRCUIT_TEXT (docs/small_data.md).
+WITHOUT_CIRCUIT, WITH_CIRCUIT, CIRCUIT_TEXT = Repetition(8, 10, 8.0), Repetition(4, 20, 1.7), 1e6
 # Tao et al. 2024, approach 2: N of the blocks, width, vocabulary size, and exponent of the embedding. Below: vocabulary
 # size and N of the blocks, measured here (docs/budget.md).
 VOCABULARY_SOURCE = "Tao et al. 2024; docs/budget.md"
@@ -78,7 +78,7 @@ def effective(amount: float, base: float, scale: float = REPEATS) -> float:
 
 def repetition(unique: float, has_circuit: bool) -> Repetition:
     """Return how much a text of `unique` tokens can be repeated. `has_circuit`: short runs have a circuit."""
-    if has_circuit and WITH_CIRCUIT.epochs * unique <= CIRCUIT_TOKENS:
+    if has_circuit and unique <= CIRCUIT_TEXT:
         return WITH_CIRCUIT
     return WITHOUT_CIRCUIT if unique <= SMALL_TEXT else WITHOUT_CIRCUIT._replace(scale=REPEATS)
 

@@ -155,7 +155,7 @@ def resolve(
         config = with_vocabulary(config, accelerator, setup)
     (earlier_settings, events, done), values = on_main(accelerator, lambda: _earlier(config)), {}
     is_same = all(earlier_settings.get(name) == value for name, value in vars(config.budget).items())
-    repeats = is_same and config.budget.budget is not None
+    repeats = is_same and (config.budget.budget is not None or not LENGTHS & config.flags)
     if repeats:
         is_longer = config.is_resolved and LENGTHS & config.flags
         decided = config.given | LENGTHS if is_longer else config.given - LENGTHS
@@ -244,14 +244,17 @@ class Sizer:
         is_gpt2 = config.has_model_file and config.optim.optimizer == "adamw" and not config.model.is_modern
         self.family = config.budget.family or ("gpt2" if is_gpt2 else "modern")
         self.is_bpe = self.vocab_size >= scaling.SMALLEST_VOCABULARY  # characters repeat too often to be found again
-        has_circuit = self.family == "modern" and self.is_bpe and self.given.get("induction_init", True)
-        self.repetition = scaling.repetition(self.tokens, has_circuit and not config.run.init_from)
         content = {} if config.has_model_file else read_yaml(PRESET_OF[self.family])
         self.architecture = {name: content[name] for name in ARCHITECTURE & content.keys()}
         depth = config.budget.depth or self.given.get("n_layer") or self.given.get("n_embd", 0) // WIDTH
         heads, width = self.given.get("n_head"), self.given.get("n_embd")
         fitting = [each for each in range(1, DEEPEST + 1) if (width or WIDTH * each) % (heads or each) == 0]
         self.depths = [depth] if depth else fitting or range(1, DEEPEST + 1)
+        is_short = (self._length(scaling.SMALLEST_BATCH) or 0) <= scaling.CIRCUIT_TOKENS
+        has_circuit = self.family == "modern" and self.is_bpe and is_short and not config.run.init_from
+        has_circuit &= self.given.get("induction_init", True)
+        has_circuit &= not any(induction_problems(self._arguments(self.depths[-1])))  # a model of one layer has none
+        self.repetition = scaling.repetition(self.tokens, has_circuit)
         self.memory = on_main(accelerator, lambda: available_memory(accelerator, config.cost.plan_device, 0))
         self.device = on_main(accelerator, lambda: device_name(accelerator.device))  # other machines may have others
         self.left: float | None = None  # seconds of the budget that are left; None: no time limit
@@ -458,9 +461,10 @@ class Sizer:
         if (length := self._length(batch)) is not None and length < batch:
             lengths = " and ".join(f"{name} is {self.given[name]}" for name in LENGTHS if self.given.get(name))
             return f"{lengths}, less than one step of {batch:,} tokens; use more, or a smaller --tokens_per_step."
-        if length is None and self.repetition.epochs * self.tokens < batch:
+        epochs = self.repetition.epochs
+        if length is None and epochs * self.tokens < batch:
             return (
-                f"The text has {self.tokens:,} tokens, which {self.repetition.epochs} times are less than one step "
+                f"The text has {self.tokens:,} tokens, which {epochs} times are less than one step "
                 f"of {batch:,} tokens; use more text, or a smaller --tokens_per_step."
             )
         if self.left is None:
