@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.errors import Problems, UserError, counted
 from common.machine import free_memory
-from modeling_gpt2scratch.loading import load_tokenizer
+from modeling_gpt2scratch.loading import TOKENIZER, load_tokenizer
 from tokenizer.corpus.named_data import dataset_of
 from tokenizer.corpus.units import Corpus
 from tokenizer.store.store import SPLITS, TokenStore
@@ -165,10 +165,13 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
             f"{checkpoint}, from which rank 0 resumes, is not on this machine: share the run folder, or run "
             "the same command again if it was deleted meanwhile."
         )
-    tokenizer, source = store.load_tokenizer(), checkpoint or config.pretrained_source
-    if tokenizer.chat_template is None and source is not None:  # the store may be of a run before the chats
-        with model_errors():
-            tokenizer.chat_template = load_tokenizer(source).chat_template
+    tokenizer, source = store.load_tokenizer(), config.pretrained_source
+    if tokenizer.chat_template is None:  # the store may be of a run before the chats
+        if checkpoint is not None and (template := checkpoint / TOKENIZER[-1]).is_file():
+            tokenizer.chat_template = template.read_text(encoding="utf-8")
+        elif checkpoint is None and source is not None:
+            with model_errors():
+                tokenizer.chat_template = load_tokenizer(source).chat_template
     state = load_state(checkpoint) if checkpoint is not None else None
     position = resume_position(state, store.metadata.identity, restarted().get("passed_over", ()))
     plan = make_plan(config, store, tokenizer, accelerator, setup, position)
