@@ -47,12 +47,12 @@ class SampledCorpus(Corpus):
         number = math.ceil(len(parts) / most_workers()) or 1  # keep all processes busy, as with the whole text
         return [Unit(1.0, tuple(parts[i : i + number])) for i in range(0, len(parts), number)]
 
-    def _ranges(self, file: TextFile) -> list[tuple[int, ByteRange]]:
+    def _ranges(self, file: TextFile, text_column: str | None) -> list[tuple[int, ByteRange]]:
         """Return the parts of a file to sample, about `quota` bytes.
         Plain text and jsonl: chunks, including the first and last. Parquet: rows of row groups. Others: the head."""
         self.quota += file.size * SAMPLE_BYTES / self.text_size
         try:
-            parts = [part for _, part in super()._ranges(file)] if self.quota > 0 else []
+            parts = [part for _, part in super()._ranges(file, text_column)] if self.quota > 0 else []
         except UserError:  # the file is skipped
             self.quota -= file.size * SAMPLE_BYTES / self.text_size
             self.skipped_size += file.size
