@@ -48,7 +48,7 @@ SMALL_MODEL, SECOND_TARGET_WEIGHT, CIRCUIT_TOKENS = 4.2e6, 0.5, 5e6
 class Repetition(NamedTuple):
     """How much a text can be repeated."""
 
-    epochs: int  # after which the loss on new text rises
+    epochs: int  # at most: further ones gain nothing on average, or raise the loss on new text
     parameters: int  # of the largest model, in matrix products, per token of the text
     scale: float  # decay of the value of repeated tokens
 

@@ -66,8 +66,8 @@ def choose_checkpoint(
         put_back(folder)
     has_begun = bool(checkpoints.all_checkpoints(folder.checkpoints))
     is_backup = backup is not None and is_branch and run_of(source).resolve() == backup.there.path.resolve()
-    is_copied = is_backup and is_checkpoint(source) and folder.newest_step() == checkpoints.step_of(source)
-    is_copied = is_copied and backup.holds_this_run()  # an earlier command copied it
+    is_newest = is_backup and is_checkpoint(source) and folder.newest_step() == checkpoints.step_of(source)
+    is_copied = is_newest and backup.holds_this_run()  # by an earlier command
     is_restored = is_backup and not overwrites and (not has_begun or is_copied)
     if source is not None and (overwrites or not is_branch or (is_restored and is_checkpoint(source))):
         checkpoint = _named_checkpoint(source, folder, None if is_branch else backup, settings, say)
