@@ -230,7 +230,7 @@ def test_a_run_on_a_hub_dataset_continues_with_its_commit_without_the_hub(launch
     texts = [prose(i, 40) for i in range(60)]
     code = f"from pathlib import Path\nfrom training.data import run_data\nrun_data.CACHE = Path({str(tmp_path)!r})\n"
     settings = TINY | {"data": "user/name", "vocab_size": 300, "output_dir": tmp_path / "run"}
-    settings |= {"max_steps": None, "tokens_per_step": 1024}
+    settings |= {"max_steps": None, "tokens_per_step": 1024, "eval_steps": 50, "save_steps": 50}
     first = shlex.join(["train_accelerate", *flags(**settings)])
     resume = f"train_accelerate --resume_from_checkpoint {tmp_path}/run --max_steps 100"
     with serving_datasets(name={NEWEST: {"train.parquet": parquet(*texts)}}) as (_, address):

@@ -59,7 +59,7 @@ def tasks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, store):
-    run = trained(store, tmp_path_factory.mktemp("models") / "run", max_steps=30, warmup_steps=0)
+    run = trained(store, tmp_path_factory.mktemp("models") / "run", max_steps=30, warmup_steps=0, eval_steps=30)
     return run / "checkpoints" / "step_00000030"
 
 

@@ -37,23 +37,23 @@ def test_a_killed_sweep_continues_after_its_finished_and_failed_runs(store, run,
     assert result.stdout.count("| finished |") == 3
 
 
-def test_a_signal_ends_the_sweep_after_its_run_is_saved(store, tmp_path, spawn):
-    settings = {"max_steps": 100_000, "save_steps": 100_000, "eval_steps": 100_000}
-    process = spawn("-m", "training.sweep", *command(store, tmp_path, **settings))
-    wait_until(lambda: lines(tmp_path / "learning_rate=0.01" / "metrics.jsonl"))
+def test_a_signal_ends_the_sweep_after_its_run_is_saved_and_each_sweep_has_its_own_backup(store, tmp_path, spawn):
+    base, drive = tmp_path / "runs" / "one", tmp_path / "drive"
+    drive.mkdir()
+    settings = {"max_steps": 100_000, "save_steps": 100_000, "eval_steps": 100_000, "backup_dir": drive}
+    process = spawn("-m", "training.sweep", *command(store, base, **settings))
+    wait_until(lambda: lines(base / "learning_rate=0.01" / "metrics.jsonl"))
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=120) == 143
-    assert lines(tmp_path / "learning_rate=0.01" / "events.jsonl")[-1]["event"] == "stopped"
-    assert not (tmp_path / "learning_rate=0.02").exists()
+    assert lines(base / "learning_rate=0.01" / "events.jsonl")[-1]["event"] == "stopped"
+    assert [path.name for path in (drive / "one").iterdir()] == ["learning_rate=0.01"]
+    assert not (base / "learning_rate=0.02").exists()
 
 
-def test_a_time_limit_ends_the_sweep_and_each_sweep_has_its_own_backup(store, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    settings = {"max_steps": 100_000, "max_hours": 1e-4, "backup_dir": tmp_path}
-    sweep.main(command(store, "runs/one", **settings))
+def test_a_time_limit_ends_the_sweep(store, tmp_path, capsys):
+    sweep.main(command(store, tmp_path, max_steps=100_000, max_hours=1e-4))
     assert "learning_rate=0.01 was stopped, so the sweep ends here; the same command" in capsys.readouterr().out
-    assert [path.name for path in (tmp_path / "one").iterdir()] == ["learning_rate=0.01"]
-    assert not (tmp_path / "runs" / "one" / "learning_rate=0.02").exists()
+    assert not (tmp_path / "learning_rate=0.02").exists()
 
 
 def test_the_time_limit_counts_from_the_start_of_the_sweep(store, tmp_path, monkeypatch, capsys):
