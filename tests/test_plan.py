@@ -257,5 +257,5 @@ def test_a_changed_batch_trains_the_tokens_that_are_left():
 def test_the_model_of_a_depth_is_not_checked_with_the_quickstarts_width(tmp_path):
     (tmp_path / "text.txt").write_text("words")
     read_config(flags(data=tmp_path / "text.txt", depth=12, n_head=12), check)
-    (tmp_path / "budget.yaml").write_text("budget: 10m\nmax_steps: 50\n")
+    (tmp_path / "budget.yaml").write_text("budget: 10m\nmax_steps: 50\nadam_epsilon: 1.0e-9\n")
     assert not read_config(flags(data=tmp_path / "text.txt", config=tmp_path / "budget.yaml")).is_resolved

@@ -61,6 +61,8 @@ def test_the_loss_before_the_first_step_is_that_of_transformers(gpt2, store, tmp
     config = read_yaml(run / "config.yaml")
     values = SHAPE | {"n_positions": context, "activation_function": "gelu_new", "embd_pdrop": 0}
     assert config.items() >= (values | {"tie_word_embeddings": True}).items()
+    again = read_config(["--config", str(run / "config.yaml"), "--output_dir", str(tmp_path / "again")])
+    assert again.model.n_positions == context
     assert min(entry["eval_loss"] for entry in metrics(run) if "eval_loss" in entry) < first["eval_loss"]
 
 

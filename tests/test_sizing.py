@@ -263,9 +263,16 @@ def test_given_settings_are_kept(store, tmp_path):
     assert (config.model.n_layer, config.optim.learning_rate, config.length.max_steps) == (3, 0.01, 50)
     model = choice(store, "--budget 1e15flops --depth 8 --n_embd 384 --n_head 6", 1e8).config.model
     assert (model.n_embd, model.initializer_range) == (384, round(0.577 / math.sqrt(384), 4))
+    model = choice(store, "--budget 1e15flops --n_layer 6 --n_embd 256", 1e8).config.model
+    assert (model.n_head, model.n_embd) == (4, 256)
+    sentence = "One step of 4,194,304 tokens is more than the whole run"
+    assert_user_error(sentence, choice, store, "--depth 1 --tokens_per_step 4194304", 1e9)
     choices = choice(store, "--config presets/gpt2.yaml --budget 2e18flops", 1e10)
     assert (choices.option.family, choices.config.batch.tokens_per_step) == ("gpt2", 524_288)
     assert (choices.config.model.n_embd, choices.config.model.normalization) == (768, "layer_norm")
+    choices = choice(store, "--config presets/gpt2.yaml --n_layer 6 --budget 2e18flops", 1e10)
+    assert (choices.option.family, choices.config.model.n_layer) == ("gpt2", 6)
+    assert (choices.config.model.normalization, choices.config.optim.optimizer) == ("layer_norm", "adamw")
 
 
 def test_the_plan_for_the_a100_of_the_training_report(store):

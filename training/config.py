@@ -127,8 +127,9 @@ class TrainConfig:
 
     @property
     def has_model_file(self) -> bool:
-        """True if a file names the model."""
-        return "n_layer" in self.given - self.flags
+        """True if a file names the model, of which flags may change the size."""
+        size = {"n_layer", "n_head", "n_embd"}
+        return "n_layer" in self.given - self.flags or (size <= self.given and bool(size - self.flags))
 
     def overridden_vocab_size(self, actual: int) -> int | None:
         """Return the requested `vocab_size` if the vocabulary of the data has another number of tokens, `actual`."""
@@ -139,7 +140,7 @@ class TrainConfig:
     def is_resolved(self) -> bool:
         """True if budget or depth are those of a file, and the run or the user decided the length afterwards."""
         has_length = "max_steps" in self.given or bool(LENGTHS & self.flags)
-        is_sized = self.sources.get("adam_epsilon") == "file"  # a run has written the file, and no preset has this
+        is_sized = self.sources.get("max_nonfinite_steps") == "file"  # a run has written the file; presets lack this
         return not {"budget", "depth"} & self.flags and has_length and is_sized
 
     @property
@@ -243,7 +244,9 @@ def _given(flags: dict[str, Any], file: dict[str, Any]) -> TrainConfig:
 def _decide(config: TrainConfig, flags: dict[str, Any], path: Path) -> TrainConfig:
     """Return the configuration with what a pretrained model, the optimizer and the data decide."""
     if (source := config.pretrained_source) is not None:
-        settings = architecture_of(source, config.model, config.flags)
+        is_own_file = "init_from" not in config.flags  # the file's context is for this model
+        flags_of_model = config.flags | ({"n_positions"} & config.given if is_own_file else set())
+        settings = architecture_of(source, config.model, flags_of_model)
         if config.text and "tokenizer" not in config.flags and config.vocabulary.tokenizer != source:
             settings |= {"tokenizer": source, "vocab_size": None}
         config = config.with_settings(settings, "file")

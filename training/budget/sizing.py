@@ -172,10 +172,9 @@ def resolve(
     if config.is_resolved:
         return config, None
     continues = repeats or config.run.resume_from_checkpoint is not None
-    if continues:  # with an average or without, whose moments would not fit, and trained in the same way
-        names = {"weight_average", "second_target_weight", "second_target_steps", "induction_init"} - config.given
+    if continues:  # in the same way: a setting that the file lacks had its default
         old = config.settings.defaults | earlier_settings
-        config = config.with_settings({name: old[name] for name in names}, "file")
+        config = config.with_settings({name: old[name] for name in CHOICES - LENGTHS - config.given}, "file")
     start = time.monotonic()
     stores = stores or 2 * [open_data(config, accelerator)]
     tokenization = time.monotonic() - start
@@ -358,9 +357,10 @@ class Sizer:
         """Return the settings of a model with `depth` layers."""
         width, is_modern = self.given.get("n_embd", WIDTH * depth), self.family == "modern"
         has_large_heads = is_modern and depth >= 12 and depth % 2 == 0  # of size 128, as in the presets
+        heads = depth // 2 if has_large_heads else depth
         shape = self.architecture | {
             "n_layer": depth,
-            "n_head": depth // 2 if has_large_heads else depth,
+            "n_head": next(number for number in range(heads, 0, -1) if width % number == 0),
             "n_embd": width,
             "n_positions": scaling.best_context(width),
             "initializer_range": round((0.577 if is_modern else 0.554) / math.sqrt(width), 4),
@@ -467,10 +467,12 @@ class Sizer:
                 f"The text has {self.tokens:,} tokens, which {epochs} times are less than one step "
                 f"of {batch:,} tokens; use more text, or a smaller --tokens_per_step."
             )
+        if (amount := self.config.budget.amount) is None:
+            return f"One step of {batch:,} tokens is more than the whole run; use a smaller --tokens_per_step."
         if self.left is None:
-            return f"budget is {self.config.budget.amount}, less than one step of the smallest model; use a larger one."
+            return f"budget is {amount}, less than one step of the smallest model; use a larger one."
         return (
-            f"budget is {self.config.budget.amount}, of which {max(0.0, self.left):.0f} s are left after startup, but "
+            f"budget is {amount}, of which {max(0.0, self.left):.0f} s are left after startup, but "
             f"the first step of the smallest model, {VALIDATIONS} validations and checkpoints take about "
             f"{self._seconds(model, batch):.0f} s; use a larger one."
         )
