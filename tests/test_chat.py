@@ -8,7 +8,7 @@ import pytest
 from test_corpus import write, write_records
 
 from common import chat_rendering
-from conftest import assert_one_sentence, assert_user_error
+from conftest import assert_one_sentence, assert_user_error, tokenized
 from tokenizer import pretokenize
 from tokenizer.corpus.chat import CHATML, CHATML_TOKENS, MARKS, ChatTemplate, normalized
 from tokenizer.corpus.documents import Counts, Piece, Reader
@@ -201,3 +201,12 @@ def test_only_the_template_writes_control_token_ids(tmp_path):
         assert (ids == tokenizer.convert_tokens_to_ids(token)).sum() == 3 * len(chats)
     first = tokenizer.decode(store.memory_map("train")[: store.offsets("train")[1]])
     assert first in [rendered(CHATML_TEMPLATE, chat) + "<|endoftext|>" for chat in chats]
+
+
+def test_the_marks_of_a_template_file_are_control_tokens(tmp_path):
+    template = write(
+        tmp_path / "own.jinja", "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    )
+    path = write_records(tmp_path / "a.jsonl", [{"messages": CHAT}] * 40)
+    tokenizer = tokenized(path, tmp_path / "store", {"chat_template": str(template)}, vocab_size=300).load_tokenizer()
+    assert {str(token) for token in tokenizer.added_tokens_decoder.values()} >= {"<|endoftext|>", "<|end|>"}

@@ -220,10 +220,13 @@ def test_suffix_selects_the_format_and_json_can_be_a_list_or_lines(tmp_path, nam
 
 def test_json_without_records_is_text(tmp_path):
     one = '{"id": 1, "prose": "one"}\n'
-    lines = '{\n  "text": "all on its own lines"\n}\n'
+    lines = '{\n  "prose": "all on its own lines"\n}\n'
     for content in ('{"name": "GPT", "layers": 12}', lines, "[1, 2, 3]", "5", '{"broken": ', one):
         assert documents(write(tmp_path / "config.json", content)) == [content]
     assert documents(tmp_path / "config.json", text_column="prose") == ["one"]
+    assert documents(write(tmp_path / "a.json", "\ufeff" + lines), text_column="prose") == ["all on its own lines"]
+    assert documents(write(tmp_path / "a.json", lines.replace("prose", "text"))) == ["all on its own lines"]
+    assert "a.txt has no records" in refusal(write(tmp_path / "a.txt", "Some words."), text_column="prose")
     assert documents(write(tmp_path / "a.json", one.replace("prose", "content"))) == ["one"]
 
 
@@ -349,6 +352,8 @@ def test_folders_that_datasets_saved_are_read_without_their_other_files(tmp_path
     DatasetDict({"train": saved.filter(lambda row: row["id"] > 6), "test": saved}).save_to_disk(tmp_path / "two")
     assert documents(tmp_path / "one") == texts
     assert documents(tmp_path / "two") == texts[7:]
+    DatasetDict({"train_sft": saved}).save_to_disk(tmp_path / "three")
+    assert "three has no split train, but train_sft" in refusal(tmp_path / "three")
     write(tmp_path / "one" / "state.json", "{}")  # not of `datasets`: an ordinary folder
     assert len(documents(tmp_path / "one")) > 10
     monkeypatch.setattr(corpus_module, "UNIT_BYTES", 1)
@@ -496,8 +501,8 @@ def test_table_without_text_column_is_skipped_unless_given_by_name(tmp_path):
     assert read(folder / "*")[1].tables == 1
     assert "its columns are a, b: choose one with --text" in refusal(folder / "numbers.csv", folder / "words.txt")
     assert "1 table without a text column" in refusal(folder, strict=True)
-    (folder / "words.txt").unlink()
-    assert "its columns are a, b: choose one with --text_column." in refusal(folder)  # only tables
+    (folder / "words.txt").write_text("Short.")
+    assert "its columns are a, b: choose one with --text_column, or skip the file" in refusal(folder)  # mostly tables
 
 
 UNREADABLE = {
@@ -556,6 +561,7 @@ def test_file_without_permission_is_skipped_in_a_folder():
         (["node_modules", "tables/*.csv"], ["a.txt", "d.csv", "sub/tables/b.txt"]),
         (["sub"], ["a.txt", "d.csv"]),
         (["tables/*", "in"], ["a.txt", "d.csv", "sub/node_modules/c.txt"]),  # `in` is the input itself
+        (["in/sub/tables", "in/d.csv"], ["a.txt", "sub/node_modules/c.txt"]),  # as error messages have them
     ],
 )
 @pytest.mark.parametrize("entry", ["in", "in/**"])

@@ -123,7 +123,7 @@ class Merger:
             part_file(self.work, unit, "json").unlink()
             raise UserError(
                 f"{part_file(self.work, unit, name)} was damaged, by a power failure or a broken disk; the same "
-                f"command writes it again and resumes."
+                f"command, without --merge, writes it again and resumes."
             )
 
     def _keys(self, column: int) -> Iterator[np.ndarray]:

@@ -5,6 +5,7 @@ import json
 import math
 import operator
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -271,8 +272,8 @@ class StoreBuilder:
             return source, special, tokenizer.special_tokens_map
         if arguments.tokenizer_type == "character":
             raise UserError("Chats need control tokens, but a character tokenizer has none; leave out tokenizer_type.")
-        chatml = CHATML_TOKENS if name == "chatml" else ()
-        control = list(dict.fromkeys([vocabulary.END_OF_TEXT, *chatml, *arguments.special_tokens]))
+        marks = re.findall(r"<\|\w+\|>", source)  # such as those that end a turn
+        control = list(dict.fromkeys([vocabulary.END_OF_TEXT, *marks, *arguments.special_tokens]))
         return source, control, dict.fromkeys(["bos_token", "eos_token"], vocabulary.END_OF_TEXT)
 
     def _say_vocabulary(self, size: int) -> None:
@@ -316,6 +317,8 @@ class StoreBuilder:
         batch = 1 if is_of_any_size or limit.bytes == math.inf else math.ceil(limit.bytes / UNIT_BYTES)
         while len(parts) < total:
             units = range(len(parts), min(len(parts) + (1 if is_serial else batch), total))
+            if is_of_any_size and len(units) > 1:
+                self.workers.start(total - len(parts))  # later batches are larger
             # No unit has more than the limit.
             for part in self.do_units([*units], limit.after(counts) if is_serial else limit):
                 remainder = limit.after(counts)

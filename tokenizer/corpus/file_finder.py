@@ -54,7 +54,7 @@ class FileFinder:
         """Return the files of one entry of `--input` in a fixed order. Raise a `UserError` if there are none."""
         if (paths := files_of(entry)) is not None:
             root = os.path.commonpath([path.parent for path in paths])
-            paths = {path: val for path, val in paths.items() if not self._is_excluded(os.path.relpath(path, root))}
+            paths = {path: val for path, val in paths.items() if not self._is_excluded(path, root)}
             if not paths:
                 raise UserError(f"--exclude matches all files of {entry}; name fewer patterns.")
             return [TextFile.at(path, val=val) for path, val in paths.items()]
@@ -68,10 +68,10 @@ class FileFinder:
         root = os.path.dirname(re.split(r"[*?[]", str(path))[0])
         result = []
         for match in matches:
-            if not is_one and self._is_excluded(os.path.relpath(match, root or ".")):
+            if not is_one and self._is_excluded(match, root):
                 continue
             if os.path.isdir(match):
-                result += self._walk(match)
+                result += self._walk(match, match)
             elif is_one or os.path.isfile(match):
                 result.append(TextFile.at(match, is_one))
             elif os.path.islink(match):
@@ -86,19 +86,21 @@ class FileFinder:
         near = difflib.get_close_matches(entry, names(), n=1)
         raise UserError(f"{entry} {problem}; {f'did you mean {near[0]}?' if near else 'check the path.'}")
 
-    def _is_excluded(self, path: str) -> bool:
-        """Return whether a pattern of --exclude matches the end of `path`, below its input, or of a parent folder."""
-        paths = [PurePath(path), *PurePath(path).parents]
-        return any(parent.match(pattern) for pattern in self.exclude for parent in paths)
+    def _is_excluded(self, path: str | Path, root: str) -> bool:
+        """Return whether a pattern of --exclude matches the end of `path` or of a parent folder below the input `root`.
+        The pattern may be a path with the input, as error messages have it."""
+        whole, depth = PurePath(os.path.abspath(path)), len(PurePath(os.path.relpath(path, root or ".")).parts)
+        parents = [whole, *whole.parents][:depth]
+        return any(parent.match(pattern) for pattern in self.exclude for parent in parents)
 
-    def _walk(self, folder: str, relative: str = "", val: bool = False) -> Iterator[TextFile]:
-        """Yield the files in a folder. `relative` is the folder's path below the input."""
+    def _walk(self, folder: str, root: str, val: bool = False) -> Iterator[TextFile]:
+        """Yield the files in a folder of the input `root`."""
         try:
             with os.scandir(folder) as items:
                 entries = [entry for entry in items if not entry.name.startswith(".")]
         except OSError as error:
             problem = UserError(f"{folder} cannot be read: {error.strerror}; fix it or exclude it.")
-            if not relative:
+            if folder == root:
                 raise problem from error
             self.skipped.note_unreadable(folder, 0, problem)
             return
@@ -110,13 +112,12 @@ class FileFinder:
         for entry in sorted(entries, key=lambda entry: entry.name):
             if records is not None and entry.name not in records:
                 continue
-            path = os.path.join(relative, entry.name)
-            if self._is_excluded(path):
+            if self._is_excluded(entry.path, root):
                 continue
             if entry.is_symlink():
                 self.links += 1
             elif entry.is_dir():
-                yield from self._walk(entry.path, path, val or (records is not None and entry.name == "validation"))
+                yield from self._walk(entry.path, root, val or (records is not None and entry.name == "validation"))
             elif entry.is_file():
                 yield TextFile.at(entry.path, val=val)
 
@@ -129,6 +130,8 @@ def _saved_by_datasets(folder: str, names: set[str]) -> set[str] | None:
         return None
     with suppress(ValueError, LookupError, TypeError):
         content = schema.read(Path(folder) / ("dataset_dict.json" if is_dict else "state.json"))
+        if is_dict and "train" not in content["splits"]:
+            raise UserError(f"{folder} has no split train, but {', '.join(content['splits'])}; name a folder of these.")
         if is_dict:
             return {"train", "validation"} & {*content["splits"]}
         return {part["filename"] for part in content["_data_files"]}

@@ -67,13 +67,13 @@ def parsed(line: bytes) -> dict | None:
 
 
 def _json(part: ByteRange) -> Records:
-    """Read one list of records or texts."""
+    """Read one list of records or texts, or one record."""
     with files.opened(part.path) as file:
         content = file.read(LONGEST_RECORD)
     if len(content) == LONGEST_RECORD:
         raise ValueError(f"it is a list of over {LONGEST_RECORD >> 20} MiB; convert it to jsonl, one record per line")
     items = json.loads(content.decode("utf-8-sig", errors="surrogateescape"))
-    for i, record in enumerate(items):
+    for i, record in enumerate(items if isinstance(items, list) else [items]):
         record = {part.column or TEXT_COLUMNS[0]: record} if isinstance(record, str) else record
         yield (record if isinstance(record, dict) else None), {"record": i + 1}
 

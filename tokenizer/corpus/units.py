@@ -25,7 +25,15 @@ from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit, Reader, place_wo
 from tokenizer.corpus.file_finder import FileFinder, TextFile
 from tokenizer.corpus.given import GivenDataset
 from tokenizer.corpus.named_data import dataset_of, find
-from tokenizer.corpus.records import CHAT_COLUMNS, TEXT_COLUMNS, arrow_batches, parsed, records, text_column
+from tokenizer.corpus.records import (
+    CHAT_COLUMNS,
+    LONGEST_RECORD,
+    TEXT_COLUMNS,
+    arrow_batches,
+    parsed,
+    records,
+    text_column,
+)
 
 UNIT_BYTES = 16 << 20
 SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE | re.ASCII)
@@ -216,7 +224,7 @@ class Corpus:
     def units(self) -> list[Unit]:
         """Divide the text into units. Text of validation splits comes first: of repeated documents, the first is kept.
         Raise a `UserError` if the text column of files is ambiguous (one line per file), or a Hub dataset is broken."""
-        problems, tables, units, validation = [], [], [], []
+        problems, tables, units, validation, table_bytes = [], [], [], [], 0
         for entry, of_entry, hub, copies in zip(self.inputs, self.files, self.hub, self.weights, strict=True):
             ranges: list[tuple[int, ByteRange]] = []
             is_one = len(of_entry) == 1 and copies < 1 and self.arguments.sample_by == "document"
@@ -230,7 +238,11 @@ class Corpus:
                 try:
                     (validation if file.val else ranges).extend(self._ranges(file, name))
                 except NoTextColumnError as error:
-                    (problems if file.is_named else tables).append(str(error))
+                    table_bytes += file.size
+                    if file.is_named:
+                        problems.append(str(error))
+                    else:
+                        tables.append(f"{str(error)[:-1]}, or skip the file with --exclude.")
                     self.finder.skipped.note("tables", 1, file.path)
                 except files.UnreadableError as error:
                     if file.is_named:
@@ -248,8 +260,11 @@ class Corpus:
             is_limited = self.arguments.limit != NO_LIMIT
             groups = _grouped((0 if is_limited else size, part) for size, part in validation)
             units = [*(Unit(1.0, group, True) for group in groups), *(replace(unit, val=False) for unit in units)]
-        if not problems and not units:  # every file is a table
+        if not problems and (not units or table_bytes > SKIPPED_SHARE * self.size):
             problems = tables
+        name, parts = self.arguments.text_column, [part for unit in units for part in unit.ranges]
+        if not problems and name is not None and not any(part.column for part in parts):
+            problems = [f"text_column is {name}, but {', '.join(self.inputs)} has no records; leave it out."]
         Problems(problems[:20]).refuse()
         self.check(self.finder.skipped, is_all=False)
         return units
@@ -338,19 +353,20 @@ def _worst(counts: Counts, *names: str) -> str:
 
 
 def kind_of(path: str, text_column: str | None = None) -> str:
-    """Return the kind of a file. A .json file that has neither records nor a list, such as a configuration, is text."""
+    """Return the kind of a file. A .json file that has neither records nor a list, such as a configuration, is text. An
+    object that has one of the usual columns is a record."""
     suffix = files.suffix(path)
     if suffix != ".json":
         return KINDS.get(suffix, "text")
     with files.readable(path), files.opened(path) as file:
         head = b"".join(file.readline(files.BLOCK_BYTES) for _ in range(SAMPLED_RECORDS))
-    head = head.removeprefix(codecs.BOM_UTF8).strip()
-    if re.match(rb'\[\s*["{\]]', head):
-        return "json"
-    first_line, *lines = head.split(b"\n")
-    record = parsed(first_line) or {}
-    columns = {text_column, *TEXT_COLUMNS, *CHAT_COLUMNS}
-    return "jsonl" if record and (lines or columns & record.keys()) else "text"
+        columns = {text_column, *TEXT_COLUMNS, *CHAT_COLUMNS}
+        first_line, *lines = head.removeprefix(codecs.BOM_UTF8).strip().split(b"\n")
+        if record := parsed(first_line):
+            return "jsonl" if lines or columns & record.keys() else "text"
+        whole = first_line.startswith(b"{") and (head + file.read(LONGEST_RECORD)).removeprefix(codecs.BOM_UTF8)
+    is_list = re.match(rb'\[\s*["{\]]', head.removeprefix(codecs.BOM_UTF8).strip())
+    return "json" if is_list or (whole and columns & (parsed(whole) or {}).keys()) else "text"
 
 
 def _row_groups(name: str, kind: str) -> Iterator[tuple[int, int, int]]:
