@@ -556,6 +556,8 @@ def test_settings_in_allow_change_may_change(run, train, capsys):
     resume = next(event for event in reversed(lines(run / "events.jsonl")) if event["event"] == "resumed")
     assert rate in resume["changes"]
     assert [entry["tokens"] for entry in lines(run / "metrics.jsonl") if "loss" in entry][-3:] == [384, 512, 640]
+    state = json.loads((run / "checkpoints" / "step_00000008" / "training_state" / "state.json").read_text())
+    assert len(state["losses"]) == 2  # those of another batch are no measure for a spike
 
 
 def changes_of(page):

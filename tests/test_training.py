@@ -1,6 +1,7 @@
 """Whole runs: their files, exact resuming, and refused settings."""
 
 import json
+import math
 import re
 import shutil
 
@@ -26,6 +27,7 @@ from training.evaluate import store_and_masking
 from training.evaluation.scoring import eval_windows
 from training.guard import health
 from training.log.trackers import LoggingArguments
+from training.step.loss import linear_cross_entropy
 
 
 def test_a_run_writes_the_documented_files_and_its_config_reproduces_it(finished, tmp_path, capsys):
@@ -298,7 +300,7 @@ def test_invalid_settings_are_refused(train, tmp_path, settings, sentence):
     assert_user_error(sentence, train, tmp_path / "run", **settings)
 
 
-def test_a_diverged_loss_ends_the_run_and_keeps_its_checkpoints(train, a_copy, tmp_path, monkeypatch):
+def test_a_diverged_loss_ends_the_run_and_keeps_its_checkpoints(train, a_copy, finished_copy, tmp_path, monkeypatch):
     run = a_copy
     monkeypatch.setattr(train_accelerate, "schedule", lambda *_: 1e30)
     settings = {"max_grad_norm": 0, "save_steps": 1, "max_steps": 30, "eval_strategy": "no"}
@@ -310,6 +312,13 @@ def test_a_diverged_loss_ends_the_run_and_keeps_its_checkpoints(train, a_copy, t
     assert_user_error("diverged", train, tmp_path / "other", max_grad_norm=0, eval_strategy="no")
     monkeypatch.undo()
     train(tmp_path / "other", max_steps=1)  # possible because nothing was saved
+    monkeypatch.setattr(
+        "training.step.loss.linear_cross_entropy", lambda *parts: math.nan * linear_cross_entropy(*parts)
+    )
+    resume = ("--resume_from_checkpoint", str(finished_copy))
+    assert_user_error("not finite in 20 consecutive steps", train, None, *resume, max_steps=30, eval_strategy="no")
+    steps = [path.name for path in sorted((finished_copy / "checkpoints").iterdir())]
+    assert steps == ["step_00000003", "step_00000006"]  # which this process has only read
 
 
 def test_a_tracker_that_fails_is_reported_and_the_run_continues(train, tmp_path, monkeypatch, capsys):

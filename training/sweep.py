@@ -68,17 +68,18 @@ def main(arguments: list[str]) -> None:
         if drive and Path(drive).is_dir() and not config.cost.plan:
             with suppress(OSError):  # each run reports it
                 Path(drive, base.name).mkdir(exist_ok=True)
+        remedy = "the same command" + " without --overwrite_output_dir" * config.run.overwrite_output_dir
         seconds, limit = None, config.stopping.max_hours  # which the first run observes itself
         if start is not None and limit is not None:
             seconds = limit * 3600 - (time.monotonic() - start)
         start = start or time.monotonic()
         if seconds is not None and seconds <= 0:
-            print(f"The sweep ends before {folder.path} (max_hours); the same command continues it.")
+            print(f"The sweep ends before {folder.path} (max_hours); {remedy} continues it.")
             break
         if train(command, seconds):
             failures.append(str(folder.path))
         elif not config.cost.plan and read_status(folder.status).get("state") == "stopped":  # max_hours
-            print(f"{folder.path} was stopped, so the sweep ends here; the same command continues it.")
+            print(f"{folder.path} was stopped, so the sweep ends here; {remedy} continues it.")
             break
     if folders := [str(base / name) for name in commands if (base / name).exists()]:  # none with --plan
         compare_runs.main(["--runs", *folders, "--output", str(plot)])

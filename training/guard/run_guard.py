@@ -143,7 +143,8 @@ class RunGuard:
                 self._end("stopped", self.stopper.requested)
                 raise SystemExit(EXIT_CODES[self.stopper.requested]) from None
         if isinstance(error, DivergenceError) and error.weights_after is not None and accelerator.is_main_process:
-            remove_checkpoints_from(error.weights_after, self.run)
+            # A checkpoint that this process has only read may be good: another precision or machine may be the cause.
+            remove_checkpoints_from(max(error.weights_after, self.run.start.step + 1), self.run)
         outcome = translate(error, self.run)
         if isinstance(outcome, Restart) and self.stopper.requested:  # a fresh process would not know of the request
             outcome = UserError(f"Stopped ({self.stopper.requested}); {self.run.folder.last_good()}. {outcome}")
@@ -183,7 +184,9 @@ def go_back(spike: Spike, run: Run) -> None:
     plan, complete = run.plan, checkpoints.complete_checkpoints(run.folder.checkpoints)
     # The newest checkpoint whose weights were not trained on any batch that will be skipped.
     good = max((path for path in complete if checkpoints.step_of(path) <= spike.step - 2), default=None)
-    sample = checkpoints.load_state(good).position.sample if good is not None else 0
+    state = checkpoints.load_state(good) if good is not None else run.start.state
+    is_same_text = state.settings["data"] == run.start.state.settings["data"]
+    sample = state.position.sample if good is not None and is_same_text else 0
     n_rollbacks = sum(start >= sample for start, _ in plan.position.passed_over)
     run.accelerator.wait_for_everyone()  # until all processes have read the checkpoints
     if n_rollbacks >= MOST_IN_A_ROW or (good is None and complete):

@@ -35,7 +35,7 @@ HEARD = 3.0  # seconds for all processes to confirm that they end
 ALL_READY = 30.0  # seconds for all processes to confirm a restart
 SAVE_TIMEOUT = 30.0  # seconds for a checkpoint that is being written
 EXIT_TIMEOUT = 120.0  # seconds for the whole exit
-REMEDY = "The run ends; resume it with --resume_from_checkpoint, or run the same command again."
+REMEDY = "The run ends; run the same command again (without --overwrite_output_dir) to resume it."
 
 
 @dataclass(frozen=True)

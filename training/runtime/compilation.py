@@ -50,7 +50,7 @@ def decide_compilation(choice: str, mode: str | None, notes: list[str]) -> bool:
         return False
     problem = _missing_to_compile()
     if problem and not is_automatic(choice):
-        raise UserError(f"torch_compile is true, but it cannot work here: {problem} Or leave torch_compile at auto.")
+        raise UserError(f"Steps cannot be compiled here: {problem} Or set --torch_compile false.")
     if problem:
         notes.append(f"torch.compile is off, which makes steps slower: {problem}")
         return False
