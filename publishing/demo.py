@@ -35,6 +35,7 @@ from training.checkpoints.loading import find_model, model_errors
 from training.checkpoints.metrics import read_metrics
 from training.checkpoints.run_folder import RunFolder, is_checkpoint, run_of
 from training.checkpoints.samples import read_samples
+from training.report.facts import PROMPT_CHARACTERS
 
 MAX_EXAMPLES = 6  # maximum number of example prompts on the page
 REPOSITORY = Path(__file__).parent.parent
@@ -150,8 +151,9 @@ def find_models(name: str) -> tuple[list[DemoModel], list[str], list[str]]:
         if step and (entry := scores.get(step)) is not None:
             facts += [f"validation loss {entry['eval_loss']:.2f}", f"{entry['eval_bits_per_byte']:.2f} bits per byte"]
         models.append(DemoModel(f"{title}, {facts.pop(0)}" if is_checkpoint(folder) else title, str(folder), facts))
-    samples = [*read_samples(run.samples).values()][-1:]
-    return models, read_yaml(run.config).get("sample_prompts") or [], [*chain(*samples)]
+    samples = [*chain(*[*read_samples(run.samples).values()][-1:])]
+    prompts = read_yaml(run.config).get("sample_prompts") or [text[:PROMPT_CHARACTERS] for text in samples]
+    return models, prompts, samples
 
 
 def publish(options: DemoArguments) -> None:

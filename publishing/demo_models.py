@@ -146,12 +146,13 @@ def score(entry: DemoModel, text: str) -> dict:
     tokens is one piece."""
     try:
         model, tokenizer = entry.load()
-        prompts.encode_prompt(tokenizer, text)  # raises a `ModelError` for a character that the tokenizer lacks
+        whole = prompts.encode_prompt(tokenizer, text, model)  # checks the characters
         encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids = torch.tensor(encoding.input_ids[: model.config.max_position_embeddings], device=model.device)
-        if len(ids) < 2:
+        n_added = len(whole) - len(encoding.input_ids)  # a beginning-of-text token
+        ids = torch.tensor(whole[: model.config.max_position_embeddings], device=model.device)
+        if len(ids) < 2 + n_added:
             raise loading.ModelError("The first token has no loss; enter a text of at least two tokens.")
-        losses = cross_entropy(model(ids[None]).logits[0, :-1].float(), ids[1:], reduction="none").tolist()
+        losses = cross_entropy(model(ids[None]).logits[0, :-1].float(), ids[1:], reduction="none")[n_added:].tolist()
     except Exception as error:  # the other model is scored
         return {"problem": sentence(error, entry), "pieces": {}}
     pieces: dict[int, float | None] = {}

@@ -188,22 +188,24 @@ def read_page(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _harness_results(home: RunFolder, folder: Path) -> list[EvalResult]:
-    """Return the results of lm-eval for these weights. `home`: the run, or the folder of a model without a run."""
-    results, is_own_model = [], is_checkpoint(folder) and home.checkpoint_of_model() == folder
+    """Return the newest results of lm-eval for these weights, without those of --limit. `home`: the run, or the folder
+    of a model without a run."""
+    results, is_own_model = {}, is_checkpoint(folder) and home.checkpoint_of_model() == folder
     paths = filter(Path.is_file, home.evaluations.glob("**/results_*.json"))
     for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             model, entries = Path(content["model_name"]).resolve(), list(harness_entries(content))
-            {entry.unique_identifier for entry in entries}  # a card groups results by this identifier
+            named = {(entry.unique_identifier, entry.metric_type): entry for entry in entries}
+            is_part = bool(content.get("config", {}).get("limit"))  # of the documents
         except NONSENSE as error:
             raise UserError(f"{path} is incomplete or damaged; delete it, or run lm_eval again.") from error
         is_own = model == folder.resolve()
         if is_own_model and model == home.model.resolve():  # with these weights, if they are older than the results
             weights = (folder / checkpoints.MANIFEST, home.model / checkpoints.WEIGHTS)
             is_own = path.stat().st_mtime >= max(file.stat().st_mtime for file in weights)
-        results += entries if is_own else []
-    return results
+        results |= named if is_own and not is_part else {}
+    return [*results.values()]
 
 
 def harness_entries(content: dict[str, Any]) -> Iterator[EvalResult]:

@@ -173,17 +173,19 @@ def test_a_chat_is_compared_as_the_store_has_it(tmp_path):
     assert other.vocab["<|im_start|>"] not in text.encoded(other, "other")[0][0]
 
 
-def test_a_run_is_scored_on_the_tokens_that_it_recorded(tmp_path, monkeypatch):
+def test_a_run_is_scored_on_the_tokens_that_it_recorded(tmp_path, monkeypatch, capsys):
     (tmp_path / "text.txt").write_text(prose(0))
     monkeypatch.setattr(run_data, "CACHE", tmp_path / "data")
     run = trained(SimpleNamespace(folder=tmp_path / "text.txt"), tmp_path / "run", max_steps=1, vocab_size=300)
     [recorded] = (tmp_path / "data").glob("text-*")
     (tmp_path / "text.txt").write_text(prose(1))
     assert evaluate.store_and_masking(str(run), None)[0].folder == recorded
+    assert "WARNING" not in capsys.readouterr().err
     shutil.rmtree(recorded)
     sentence = "run no longer exists; name one with --original_data"
     assert_user_error(sentence, evaluate.store_and_masking, str(run), None, "original_data", may_build=False)
     assert evaluate.store_and_masking(str(run), None)[0].folder != recorded  # of the text as it is now
+    assert f"WARNING: The tokens of {run} no longer exist" in capsys.readouterr().err
 
 
 def test_ngrams_match_hand_computations_and_sum_to_one():

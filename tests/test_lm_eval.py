@@ -141,6 +141,15 @@ def test_the_card_shows_harness_results_only_of_its_own_weights(results, checkpo
     assert entries["which", "acc"].source_name == f"lm-eval {lm_eval.__version__}, 0-shot"
     assert "## Evaluation\n\n| task | metric | value | source |" in card.text
     [path] = evaluations.glob("*/results_*.json")
+    content = json.loads(path.read_text())
+    newer = {name: dict.fromkeys(values, 0.5) for name, values in content["results"].items()}
+    for name, more in (("part", {"results": newer, "config": {"limit": 2}}), ("again", {"results": newer})):
+        (path.parent / f"results_{name}.json").write_text(json.dumps(content | more))
+        harness = PublishedModel.read(checkpoint).harness
+        assert {entry.metric_value == 0.5 for entry in harness} == {name == "again"}
+        assert len(harness) == 5
+        (path.parent / f"results_{name}.json").unlink()
+    [path] = evaluations.glob("*/results_*.json")
     path.write_text(path.read_text().replace("step_00000030", "step_00000015"))  # results of other weights
     assert PublishedModel.read(checkpoint).harness == []
 

@@ -64,13 +64,16 @@ def store_and_masking(
     config = read_config(["--resume_from_checkpoint", str(run_folder)])
     if data is not None:
         return TokenStore(data), config.batch.mask_documents
-    store = None  # the one that the newest checkpoint recorded, if it still exists: its text may have changed since
+    store = identity = None  # of what the newest checkpoint recorded, if it still exists: its text may have changed
     with suppress(UserError):
         identity = load_state(find_checkpoint(run_folder, "last")).settings["data"]
         store = run_data.find_recorded_store(config.data.data, identity)
     if store is None and not may_build and (store := run_data.find_store(config.recipe)) is None:
         raise UserError(f"The token store of {run_folder} no longer exists; name one with --{flag}.")
-    return store or run_data.open_store(config.recipe, partial(print, file=sys.stderr)), config.batch.mask_documents
+    store = store or run_data.open_store(config.recipe, partial(print, file=sys.stderr))
+    if identity not in (None, store.metadata.identity):
+        print(f"WARNING: The tokens of {run_folder} no longer exist; {store.folder} has others.", file=sys.stderr)
+    return store, config.batch.mask_documents
 
 
 @contextmanager
@@ -176,12 +179,19 @@ class EvaluateArguments:
     compare_with: list[str] = setting(
         [], "Compare also with these runs, checkpoints, model folders or Hub ids of causal models; implies compare."
     )
-    compare_documents: int | None = setting(None, "Evenly spaced documents to compare on. Default: all.", minimum=1)
-    memorization: bool = setting(False, "Measure how much generated text occurs verbatim in the training text.")
-    memorization_texts: int = setting(
-        64, "Texts to generate for memorization, of up to 256 tokens each.", minimum=2, maximum=100_000
+    compare_documents: int | None = setting(
+        None, "Evenly spaced documents to compare on; implies compare. Default: all.", minimum=1
     )
-    memorization_span: int = setting(50, "Length in tokens of the spans to look up.", minimum=1, maximum=LENGTH)
+    memorization: bool = setting(False, "Measure how much generated text occurs verbatim in the training text.")
+    memorization_texts: int | None = setting(
+        None,
+        "Texts to generate, of up to 256 tokens each; implies memorization. Default: 64.",
+        minimum=2,
+        maximum=100_000,
+    )
+    memorization_span: int | None = setting(
+        None, "Tokens of the spans to look up; implies memorization. Default: 50.", minimum=1, maximum=LENGTH
+    )
     tasks: list[str] = setting([], "Tasks of lm-evaluation-harness or YAML files, separated by commas.", free_text=True)
     trust_task_code: bool = setting(False, "Allow code in YAML files of tasks, which lm-evaluation-harness runs.")
     seed: int = setting(1337, "Random seed for generated text and for the choice of held-out text.", below=2**63)
@@ -190,6 +200,8 @@ class EvaluateArguments:
 
 def main(arguments: list[str]) -> None:
     (options,) = FlagParser((EvaluateArguments,), __doc__.splitlines()[0], positional="model").parse(arguments)
+    options.compare |= bool(options.compare_with or options.compare_documents)
+    options.memorization |= bool(options.memorization_texts or options.memorization_span)
     source = (
         options.model if options.checkpoint is None else str(find_checkpoint(Path(options.model), options.checkpoint))
     )
@@ -197,7 +209,7 @@ def main(arguments: list[str]) -> None:
     folder, *comparisons = map(find_model, (source, *options.compare_with))
     if len({folder, *comparisons}) <= len(comparisons):
         raise UserError("compare_with names a model twice, or the evaluated model; name each model once.")
-    keeps = options.compare or options.compare_with or options.memorization or options.tasks
+    keeps = options.compare or options.memorization or options.tasks
     results_folder = evaluated_run(Path(source), folder) if keeps else None
     for comparison in comparisons:
         vocabulary.load(comparison)  # report a missing file before minutes of scoring
@@ -224,7 +236,7 @@ def main(arguments: list[str]) -> None:
     if not math.isfinite(loss := scores["eval_loss"]):
         raise UserError(f"{folder} has a loss of {loss}; its weights or its config.json are damaged.")
     results = {"model": str(folder), "data": str(store.folder)} | scores
-    if options.compare or options.compare_with:
+    if options.compare:
         results["panel"] = panel.compare_models(
             model, source, options.compare_with, store, options.compare_documents, accelerator
         )
@@ -232,7 +244,7 @@ def main(arguments: list[str]) -> None:
         return
     try:
         if options.memorization:
-            sizes = (options.memorization_texts, options.memorization_span)
+            sizes = (options.memorization_texts or 64, options.memorization_span or 50)
             results["memorization"] = memorization(model, store, *sizes, options.seed)
         if tasks is not None:
             for so_far in run_tasks(model, folder, tasks, options.per_device_eval_batch_size):

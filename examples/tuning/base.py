@@ -96,6 +96,7 @@ def extend_record(tuning: Tuning, learned: Learned, original: OriginalText, fold
     record["steps"] += [f"{learned.method} on {learned.trained:,} {learned.unit} of {source}"]
     record["datasets"] += [tuning.hub.name] if tuning.hub else []
     if original.store is not None:
+        record["datasets"] += original.store.metadata.hub_datasets
         record["original_data"] = str(original.store.folder.resolve())
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return record

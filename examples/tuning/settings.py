@@ -22,6 +22,7 @@ from tokenizer.corpus import files
 from tokenizer.corpus.hub import HubDataset
 from tokenizer.corpus.named_data import dataset_of
 from tokenizer.corpus.units import Corpus, CorpusArguments, kind_of
+from training.checkpoints.loading import name_of_model
 from training.runtime.device import keep_accelerate_from_sharding
 
 EXAMPLE = "{program} runs/x --data FILE"
@@ -78,10 +79,7 @@ class Tuning:
     @property
     def name(self) -> str:
         """Name of the base model."""
-        path = Path(os.path.abspath(self.model))  # `.` has the name of the folder
-        if path.parent.name == "checkpoints":
-            return f"{path.parent.parent.name}-{path.name}"
-        return path.parent.name if path.name == "model" else path.name
+        return Path(name_of_model(self.model)).name
 
     @cached_property
     def hub(self) -> HubDataset | None:

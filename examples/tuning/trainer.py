@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, Trainer, TrainerState
 
 from common.atomic import set_default_permissions, unfinished_path
-from common.errors import UserError, disk_errors
+from common.errors import UserError, disk_errors, require_room
 from examples.tuning.base import RECORD, OriginalText, extend_record
 from examples.tuning.card import card
 from examples.tuning.measurements import Learned, explanation, table
@@ -76,6 +76,8 @@ def train_and_save(
     def measure_first() -> dict[str, float]:
         lock.acquire()
         tuning.check()  # another command may have written it
+        parent = tuning.folder.absolute().parent
+        require_room(parent, 4 * trainer.model.num_parameters(), "The model takes", "make room first")
         return learned.measure(trainer.model) | original.bits_per_byte(trainer.model)
 
     try:

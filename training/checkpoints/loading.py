@@ -1,6 +1,7 @@
 """Model loading for commands: from a run, a checkpoint, a model folder or a Hub id."""
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,16 @@ def is_hub_id(name: str) -> bool:
     """Return whether a model that is not a local folder is named by a Hub id, user/name."""
     is_pair = len(name.strip("/").split("/")) == 2 and not name.startswith((".", "/", "~", "runs/"))
     return is_pair and not Path(name).exists()
+
+
+def name_of_model(source: str) -> str:
+    """Return the Hub id of a model, or the name of its run or folder."""
+    if is_hub_id(source):
+        return source
+    path = Path(os.path.abspath(source))  # `.` has the name of the folder
+    if path.parent.name == "checkpoints":
+        return f"{path.parent.parent.name}-{path.name}"
+    return path.parent.name if path.name == "model" else path.name
 
 
 @contextmanager

@@ -6,6 +6,7 @@ far.
 
 import re
 import shlex
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import groupby
@@ -17,15 +18,15 @@ import numpy as np
 
 from common import schema
 from common.atomic import write_atomic
-from common.errors import NONSENSE, check_format
+from common.errors import NONSENSE, UserError, check_format
 from common.settings_file import read_yaml
 from modeling_gpt2scratch import GPT2ScratchConfig
 from modeling_gpt2scratch.loading import TOKENIZER
 from tokenizer.build.report import documents, left_out
-from tokenizer.corpus.named_data import find
+from tokenizer.corpus.named_data import NamedData, find
 from tokenizer.store.store import Metadata
 from training.checkpoints import metrics
-from training.checkpoints.loading import is_hub_id
+from training.checkpoints.loading import name_of_model
 from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.samples import read_samples
 from training.checkpoints.status import first_step, hours, read_status, starts_in_force
@@ -62,10 +63,10 @@ def begin_report(
             "commits": data.commits,
             "citations": [
                 f"{source.citation} (license: {source.license or 'not known'})"
-                for source in map(find, data.sources)
+                for source in (_named_data(name, data) for name in data.sources)
                 if source is not None and source.citation
             ],
-            "tokenizer": "byte-level BPE" if data.tokenizer_type == "bpe" else data.tokenizer_type,
+            "tokenizer": "BPE" if data.tokenizer_type == "bpe" else data.tokenizer_type,
             "vocab_size": data.vocab_size,
             "tokenizer_sha256": data.tokenizer_sha256,
             "train": asdict(data.train),
@@ -76,6 +77,14 @@ def begin_report(
         },
     }
     write_facts(folder, (read_facts(folder) or {}) | facts)
+
+
+def _named_data(source: str, data: Metadata) -> NamedData | None:
+    """Return the data set with the name `source` if the store has its text, not that of a folder with its name."""
+    with suppress(UserError):  # such as a name that lacks its language
+        named = find(source)
+        return named if named is not None and (named.package or named.dataset in data.hub_datasets) else None
+    return None
 
 
 def write_facts(folder: RunFolder, facts: dict[str, Any]) -> None:
@@ -117,7 +126,8 @@ def gather(folder: RunFolder) -> dict[str, Any]:
             for name, value in settings.items()
             if name not in ("data", "backup_dir")
         },
-        "pretrained": source and (source if is_hub_id(source) else Path(source).resolve().name),
+        # The first name: the model may be deleted meanwhile.
+        "pretrained": source and ((read_facts(folder) or {}).get("pretrained") or name_of_model(source)),
         "command": f"{command} --config config.yaml --data {shlex.quote(_as_typed(settings['data']))}",
         # Hardware and libraries, with the step after which each combination was used.
         "environments": [next(group) for _, group in groupby(environments, key=itemgetter("text"))],

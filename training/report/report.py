@@ -94,7 +94,7 @@ def facts_of(folder: RunFolder) -> dict[str, Any] | None:
     facts = read_facts(folder) or {}
     digest = facts.get("report_sha256")
     is_edited = folder.report.is_file() and file_sha256(folder.report) != digest
-    return None if digest is None or is_edited else facts
+    return None if digest is None or is_edited or "reference" not in facts else facts  # older facts lack some
 
 
 def sections_of(page: str) -> dict[str, str]:
