@@ -147,7 +147,7 @@ def test_compilation_stays_off_without_a_compiler_and_python_headers(monkeypatch
     setup = decide(DeviceArguments(), 64)
     assert not setup.torch_compile
     assert any(re.search(gap, note) for note in setup.notes)
-    sentence = f"torch_compile is true, but it cannot work here: {gap}"
+    sentence = f"Steps cannot be compiled here: {gap}"
     assert_user_error(sentence, decide, DeviceArguments(torch_compile="true"), 64)
     assert not decide(DeviceArguments(torch_compile="false"), 64).notes
 
