@@ -6,10 +6,10 @@ training/log/reference.py reads it.
 """
 
 import json
-import sys
 from pathlib import Path
 
 from benchmarks.results import about
+from common.command_line import run
 from common.errors import UserError
 from training.checkpoints.metrics import read_metrics
 from training.checkpoints.run_folder import RunFolder
@@ -21,7 +21,7 @@ KEPT = ("step", "eval_loss", "eval_sampled_loss", "eval_bits_per_byte")
 
 def main(arguments: list[str]) -> None:
     if len(arguments) != 2:
-        raise SystemExit("usage: python -m benchmarks.reference RUN NAME")
+        raise UserError("Name a run and the reference: python -m benchmarks.reference RUN NAME")
     folder = RunFolder(Path(arguments[0]))
     if read_status(folder.status).get("state") != "finished":
         raise UserError(f"{folder.path} is not a finished run.")
@@ -35,4 +35,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(main)

@@ -1,7 +1,7 @@
 """Compare --budget on a small text with the choice of an earlier commit, at equal FLOPs.
 
 python -m benchmarks.small_data                               # writes docs/small_data.md
-python -m benchmarks.small_data --data my.txt --megabytes 2   # another text: its first 2 MB
+python -m benchmarks.small_data --data my.txt --megabytes 1   # another text: its first MB
 python -m benchmarks.small_data --data benchmarks/rich.yaml --megabytes 1 --init_from .   # also from a pretrained model
 python -m benchmarks.small_data --workers 0                   # only write the page from the result files
 

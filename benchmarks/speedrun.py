@@ -21,6 +21,8 @@ from common.command_line import FlagParser, run
 from common.errors import NONSENSE, UserError
 from common.limits import setting
 from common.settings_file import read_yaml
+from tokenizer.cleaning.cleaning import CleaningArguments
+from tokenizer.cleaning.dedup import DedupArguments
 from tokenizer.corpus.units import Corpus, CorpusArguments
 from training.checkpoints.metrics import read_events, read_metrics
 from training.checkpoints.run_folder import RunFolder
@@ -82,9 +84,15 @@ def read_entry(path: Path) -> dict[str, Any]:
 
 
 def settings_file(settings: Any, source: str, path: Path) -> Path:
-    """Write the settings of an entry to `path`. Raise a `UserError` for those that read or write anything else."""
-    if names := sorted(FORBIDDEN & settings.keys()) if isinstance(settings, dict) else ["no settings"]:
-        raise UserError(f"{source} has {', '.join(names)}, which the rules do not allow; leave that out.")
+    """Write the settings of an entry to `path`. Raise a `UserError` for those that change the text, and for those that
+    read or write anything else."""
+    text = CorpusArguments(validation_fraction=0.05), CleaningArguments(), DedupArguments()
+    fixed = {name: str(value) for part in text for name, value in vars(part).items()}
+    pairs = settings.items() if isinstance(settings, dict) else [("no settings", None)]
+    names = {"no settings", *FORBIDDEN} & {name for name, _ in pairs}
+    names |= {name for name, value in pairs if fixed.get(name, str(value)) != str(value)}
+    if names:
+        raise UserError(f"{source} has {', '.join(sorted(names))}, which the rules do not allow; leave that out.")
     path.write_text(yaml.safe_dump(settings), encoding="utf-8")
     return path
 

@@ -306,7 +306,8 @@ def convert(source: str | Path, destination: str | Path, to: str = "gpt2scratch"
     mode = (workspace / CONFIG).stat().st_mode
     for path in workspace.iterdir():
         with suppress(OSError):  # a drive without modes
-            path.chmod(mode)  # only the owner can read safetensors' files
+            if path.is_file():  # only the owner can read safetensors' files
+                path.chmod(mode)
         path.replace(destination / path.name)
     workspace.rmdir()
     return model.config.model_type

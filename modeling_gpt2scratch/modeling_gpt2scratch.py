@@ -447,6 +447,7 @@ class GPT2ScratchClassifier(GPT2ScratchPreTrainedModel):
 
     def __init__(self, config: GPT2ScratchConfig):
         super().__init__(config)
+        self.num_labels = config.num_labels
         self.transformer = GPT2ScratchModel(config)
         self.dropout = nn.Dropout(config.resid_pdrop)
         self.score = nn.Linear(config.n_embd, config.num_labels)

@@ -113,7 +113,8 @@ def test_speedrun_entries_are_compared_and_their_settings_confined(tmp_path):
     far = entry | {"torch": "3", "bits_per_byte": 1.4}
     assert speedrun.compare(entry, far) == ["bits per byte differ by 0.1452, more than 0.02"]
     assert "the text differs (the entry used Python" in speedrun.compare(entry, entry | {"text_sha256": ""})[0]
-    for name in ("init_from", "backup_dir"):
+    assert speedrun.settings_file(entry["settings"], "", tmp_path / "settings.yaml").is_file()
+    for name in ("init_from", "backup_dir", "exclude", "cleaning", "max_bytes"):
         (tmp_path / "theirs.json").write_text(json.dumps(entry | {"settings": entry["settings"] | {name: "x"}}))
         sentence = f"theirs.json has {name}, which the rules do not allow"
         assert_user_error(sentence, speedrun.main, ["--verify", str(tmp_path / "theirs.json")])

@@ -69,6 +69,7 @@ for source in sys.argv[1:]:
     ask = {"id2label": {0: "with a", 1: "without"}, "output_loading_info": True, **trust}
     model, report = AutoModelForSequenceClassification.from_pretrained(source, **ask)
     assert (report["missing_keys"], report["unexpected_keys"]) == ({"score.weight", "score.bias"}, set())
+    assert model.num_labels == 2
     data = [{"input_ids": tokenizer(text).input_ids, "labels": int("a" not in text)} for text in 8 * texts]
     settings = {"max_steps": 30, "learning_rate": 0.01, "report_to": [], "save_strategy": "no", "use_cpu": True}
     arguments = TrainingArguments(saved, **settings, gradient_accumulation_steps=2, logging_steps=1)
