@@ -1,6 +1,7 @@
 """Model to publish, with all facts for its card, its files and its verification. No other module reads the run
 folder."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -196,7 +197,9 @@ def _harness_results(home: RunFolder, folder: Path) -> list[EvalResult]:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             model, entries = Path(content["model_name"]).resolve(), list(harness_entries(content))
-            named = {(entry.unique_identifier, entry.metric_type): entry for entry in entries}
+            by_task: dict[tuple[str, str], list[EvalResult]] = {}
+            for entry in entries:
+                by_task.setdefault((entry.dataset_name, entry.unique_identifier), []).append(entry)
             is_part = bool(content.get("config", {}).get("limit"))  # of the documents
         except NONSENSE as error:
             raise UserError(f"{path} is incomplete or damaged; delete it, or run lm_eval again.") from error
@@ -204,8 +207,8 @@ def _harness_results(home: RunFolder, folder: Path) -> list[EvalResult]:
         if is_own_model and model == home.model.resolve():  # with these weights, if they are older than the results
             weights = (folder / checkpoints.MANIFEST, home.model / checkpoints.WEIGHTS)
             is_own = path.stat().st_mtime >= max(file.stat().st_mtime for file in weights)
-        results |= named if is_own and not is_part else {}
-    return [*results.values()]
+        results |= by_task if is_own and not is_part else {}
+    return [*itertools.chain.from_iterable(results.values())]
 
 
 def harness_entries(content: dict[str, Any]) -> Iterator[EvalResult]:

@@ -221,7 +221,7 @@ def test_suffix_selects_the_format_and_json_can_be_a_list_or_lines(tmp_path, nam
 def test_json_without_records_is_text(tmp_path):
     one = '{"id": 1, "prose": "one"}\n'
     lines = '{\n  "prose": "all on its own lines"\n}\n'
-    for content in ('{"name": "GPT", "layers": 12}', lines, "[1, 2, 3]", "5", '{"broken": ', one):
+    for content in ('{"name": "GPT", "layers": 12}', lines, "[1, 2, 3]", "5", '{"broken": ', '{\n"text": {}\n}', one):
         assert documents(write(tmp_path / "config.json", content)) == [content]
     assert documents(tmp_path / "config.json", text_column="prose") == ["one"]
     assert documents(write(tmp_path / "a.json", "\ufeff" + lines), text_column="prose") == ["all on its own lines"]
@@ -352,8 +352,10 @@ def test_folders_that_datasets_saved_are_read_without_their_other_files(tmp_path
     DatasetDict({"train": saved.filter(lambda row: row["id"] > 6), "test": saved}).save_to_disk(tmp_path / "two")
     assert documents(tmp_path / "one") == texts
     assert documents(tmp_path / "two") == texts[7:]
-    DatasetDict({"train_sft": saved}).save_to_disk(tmp_path / "three")
-    assert "three has no split train, but train_sft" in refusal(tmp_path / "three")
+    DatasetDict({"train_sft": saved}).save_to_disk(tmp_path / "more" / "three")
+    assert "three has no split train, but train_sft" in refusal(tmp_path / "more" / "three")
+    write(tmp_path / "more" / "a.txt", "Some words.")
+    assert documents(tmp_path / "more") == ["Some words."]
     write(tmp_path / "one" / "state.json", "{}")  # not of `datasets`: an ordinary folder
     assert len(documents(tmp_path / "one")) > 10
     monkeypatch.setattr(corpus_module, "UNIT_BYTES", 1)
@@ -562,6 +564,7 @@ def test_file_without_permission_is_skipped_in_a_folder():
         (["sub"], ["a.txt", "d.csv"]),
         (["tables/*", "in"], ["a.txt", "d.csv", "sub/node_modules/c.txt"]),  # `in` is the input itself
         (["in/sub/tables", "in/d.csv"], ["a.txt", "sub/node_modules/c.txt"]),  # as error messages have them
+        (["*/*.csv"], ["a.txt", "d.csv", "sub/node_modules/c.txt", "sub/tables/b.txt"]),
     ],
 )
 @pytest.mark.parametrize("entry", ["in", "in/**"])

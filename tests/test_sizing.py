@@ -270,9 +270,10 @@ def test_given_settings_are_kept(store, tmp_path):
     choices = choice(store, "--config presets/gpt2.yaml --budget 2e18flops", 1e10)
     assert (choices.option.family, choices.config.batch.tokens_per_step) == ("gpt2", 524_288)
     assert (choices.config.model.n_embd, choices.config.model.normalization) == (768, "layer_norm")
-    choices = choice(store, "--config presets/gpt2.yaml --n_layer 6 --budget 2e18flops", 1e10)
-    assert (choices.option.family, choices.config.model.n_layer) == ("gpt2", 6)
-    assert (choices.config.model.normalization, choices.config.optim.optimizer) == ("layer_norm", "adamw")
+    for size in ("--n_layer 6", "--n_layer 6 --n_head 6 --n_embd 384"):
+        choices = choice(store, f"--config presets/gpt2.yaml {size} --budget 2e18flops", 1e10)
+        assert (choices.option.family, choices.config.model.n_layer) == ("gpt2", 6)
+        assert (choices.config.model.normalization, choices.config.optim.optimizer) == ("layer_norm", "adamw")
 
 
 def test_the_plan_for_the_a100_of_the_training_report(store):
@@ -311,6 +312,7 @@ def test_the_plan_prints_a_choice_that_runs(store, tmp_path, capsys):
 
 BUDGET = {"n_layer": 2, "tokens_per_step": 256, "n_positions": 64, "torch_compile": "false"}
 BUDGET |= {"mixed_precision": "no", "sample_tokens": 0, "max_train_tokens": 100_000}
+MORE = ([], ["--max_steps", "9999"], ["--max_nonfinite_steps", "50"])  # flags of a resume
 
 
 @pytest.mark.parametrize(("launcher", "budget"), [((), "20s"), (TWO_PROCESSES, "40s")])
@@ -325,7 +327,7 @@ def test_a_run_with_a_budget_fixes_its_length_once(launch, store, tmp_path, caps
     assert read_yaml(run / "config.yaml")["max_steps"] == correction["max_steps"] == steps
     assert correction["step"] < steps
     arguments_of_resume = ["--resume_from_checkpoint", str(run)]
-    assert all(read_config([*arguments_of_resume, *more]).is_resolved for more in ([], ["--max_steps", "9999"]))
+    assert all(read_config([*arguments_of_resume, *more]).is_resolved for more in MORE)
     for length in (["--max_steps", "9999"], ["--num_train_epochs", "99"]):
         config = resolve(read_config([*arguments_of_resume, *length]), CPU, Setup("no", False, "sdpa", ()))[0]
         assert (config.length.max_steps, config.length.num_train_epochs) in ((9999, None), (None, 99))

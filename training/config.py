@@ -87,6 +87,7 @@ class TrainConfig:
     cost: CostArguments
     profile: ProfileArguments
     sources: Mapping[str, Source]  # of each setting that has not its default
+    in_file: frozenset[str]  # names of the settings in the file of the command, also if a flag replaces them
 
     @property
     def flags(self) -> set[str]:
@@ -127,9 +128,8 @@ class TrainConfig:
 
     @property
     def has_model_file(self) -> bool:
-        """True if a file names the model, of which flags may change the size."""
-        size = {"n_layer", "n_head", "n_embd"}
-        return "n_layer" in self.given - self.flags or (size <= self.given and bool(size - self.flags))
+        """True if a file names the model, whose size flags may change."""
+        return "n_layer" in self.in_file | (self.given - self.flags)
 
     def overridden_vocab_size(self, actual: int) -> int | None:
         """Return the requested `vocab_size` if the vocabulary of the data has another number of tokens, `actual`."""
@@ -140,7 +140,7 @@ class TrainConfig:
     def is_resolved(self) -> bool:
         """True if budget or depth are those of a file, and the run or the user decided the length afterwards."""
         has_length = "max_steps" in self.given or bool(LENGTHS & self.flags)
-        is_sized = self.sources.get("max_nonfinite_steps") == "file"  # a run has written the file; presets lack this
+        is_sized = {"max_nonfinite_steps", "spike_z_score"} <= self.in_file  # a run has written it; presets lack these
         return not {"budget", "depth"} & self.flags and has_length and is_sized
 
     @property
@@ -151,7 +151,7 @@ class TrainConfig:
     def with_settings(self, settings: Mapping[str, Any], source: Source = "chosen") -> "TrainConfig":
         """Return the configuration with other values, by flag name, from `source` unless they were given."""
         sources = {**self.sources, **dict.fromkeys(settings.keys() - self.given, source)}
-        return TrainConfig(*fill(PARTS, self.values | settings), sources)
+        return TrainConfig(*fill(PARTS, self.values | settings), sources, self.in_file)
 
     def flat(self) -> dict[str, Any]:
         """Return every setting of the run by flag name. Settings about text are included only if `data` is text."""
@@ -199,7 +199,7 @@ class TrainConfig:
                 yield f"{name} would be ignored, because {reason}; leave one of them out."
 
 
-PART_NAMES = tuple(part.name for part in fields(TrainConfig) if part.name != "sources")
+PART_NAMES = tuple(part.name for part in fields(TrainConfig) if part.name not in ("sources", "in_file"))
 PARTS = tuple(part.type for part in fields(TrainConfig) if part.name in PART_NAMES)
 
 
@@ -237,8 +237,9 @@ def _given(flags: dict[str, Any], file: dict[str, Any]) -> TrainConfig:
     values["data"] = os.path.normpath(values["data"])
     source = "file" if (FILES | {"init_from"}) & flags.keys() else "quickstart"
     sources = {name: source for name, value in file.items() if value is not None}
+    in_file = frozenset(sources) if source == "file" else frozenset()
     sources |= dict.fromkeys(flags.keys() - {"config"}, "flag")
-    return TrainConfig(*fill(PARTS, values), sources)
+    return TrainConfig(*fill(PARTS, values), sources, in_file)
 
 
 def _decide(config: TrainConfig, flags: dict[str, Any], path: Path) -> TrainConfig:

@@ -184,10 +184,9 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     }
     changes = compare(checkpoint, state, plan.model, settings, config.settings) if checkpoint is not None else []
     changes += jump_at(position.step, state.settings if state else {}, plan.max_steps, config.optim)
-    losses = state.losses if state is not None else ()
     if state is not None and any(state.settings.get(name) != settings[name] for name in ("data", "tokens_per_step")):
-        losses = losses[len(losses) - state.unlogged :]  # the others are not a measure for the losses that follow
-    state = replace(state or TrainState(position, {}), position=position, settings=settings, losses=losses)
+        state = replace(state, losses=(), unlogged=0)  # they are not a measure for the losses that follow
+    state = replace(state or TrainState(position, {}), position=position, settings=settings)
     start = ResumePoint(checkpoint, state, changes)
     if checkpoint is None and (source := config.pretrained_source) is not None:
         start = replace(start, owes_validation=True, initializer=partial(load_pretrained, source))

@@ -87,11 +87,15 @@ class FileFinder:
         raise UserError(f"{entry} {problem}; {f'did you mean {near[0]}?' if near else 'check the path.'}")
 
     def _is_excluded(self, path: str | Path, root: str) -> bool:
-        """Return whether a pattern of --exclude matches the end of `path` or of a parent folder below the input `root`.
-        The pattern may be a path with the input, as error messages have it."""
-        whole, depth = PurePath(os.path.abspath(path)), len(PurePath(os.path.relpath(path, root or ".")).parts)
-        parents = [whole, *whole.parents][:depth]
-        return any(parent.match(pattern) for pattern in self.exclude for parent in parents)
+        """Return whether a pattern of --exclude matches the end of `path`, below its input `root`, or of a parent
+        folder. A pattern may begin with the input, as paths in error messages do."""
+        below, folders = PurePath(os.path.relpath(path, root or ".")), PurePath(root).parts
+        for pattern in self.exclude:
+            parts = PurePath(pattern).parts
+            start = PurePath(root if folders and parts[: len(folders)] == folders else "")
+            if any((start / parent).match(pattern) for parent in (below, *below.parents)[: len(below.parts)]):
+                return True
+        return False
 
     def _walk(self, folder: str, root: str, val: bool = False) -> Iterator[TextFile]:
         """Yield the files in a folder of the input `root`."""
@@ -109,6 +113,9 @@ class FileFinder:
         if entry_names >= STORE or is_export:
             return
         records = _saved_by_datasets(folder, entry_names)
+        if records == set() and folder == root:
+            splits = ", ".join(sorted(entry.name for entry in entries if entry.is_dir()))
+            raise UserError(f"{folder} has no split train, but {splits or 'none'}; name the folder of one.")
         for entry in sorted(entries, key=lambda entry: entry.name):
             if records is not None and entry.name not in records:
                 continue
@@ -130,8 +137,6 @@ def _saved_by_datasets(folder: str, names: set[str]) -> set[str] | None:
         return None
     with suppress(ValueError, LookupError, TypeError):
         content = schema.read(Path(folder) / ("dataset_dict.json" if is_dict else "state.json"))
-        if is_dict and "train" not in content["splits"]:
-            raise UserError(f"{folder} has no split train, but {', '.join(content['splits'])}; name a folder of these.")
         if is_dict:
             return {"train", "validation"} & {*content["splits"]}
         return {part["filename"] for part in content["_data_files"]}

@@ -264,7 +264,7 @@ class Corpus:
             problems = tables
         name, parts = self.arguments.text_column, [part for unit in units for part in unit.ranges]
         if not problems and name is not None and not any(part.column for part in parts):
-            problems = [f"text_column is {name}, but {', '.join(self.inputs)} has no records; leave it out."]
+            problems = tables or [f"text_column is {name}, but {', '.join(self.inputs)} has no records; leave it out."]
         Problems(problems[:20]).refuse()
         self.check(self.finder.skipped, is_all=False)
         return units
@@ -354,7 +354,7 @@ def _worst(counts: Counts, *names: str) -> str:
 
 def kind_of(path: str, text_column: str | None = None) -> str:
     """Return the kind of a file. A .json file that has neither records nor a list, such as a configuration, is text. An
-    object that has one of the usual columns is a record."""
+    object on several lines is a record if it has the given column, or a text or chat in one of the usual columns."""
     suffix = files.suffix(path)
     if suffix != ".json":
         return KINDS.get(suffix, "text")
@@ -366,7 +366,9 @@ def kind_of(path: str, text_column: str | None = None) -> str:
             return "jsonl" if lines or columns & record.keys() else "text"
         whole = first_line.startswith(b"{") and (head + file.read(LONGEST_RECORD)).removeprefix(codecs.BOM_UTF8)
     is_list = re.match(rb'\[\s*["{\]]', head.removeprefix(codecs.BOM_UTF8).strip())
-    return "json" if is_list or (whole and columns & (parsed(whole) or {}).keys()) else "text"
+    record = parsed(whole) if whole else {}
+    is_record = any(isinstance(value, str) or chat.normalized(value) for value in map((record or {}).get, columns))
+    return "json" if is_list or is_record else "text"
 
 
 def _row_groups(name: str, kind: str) -> Iterator[tuple[int, int, int]]:

@@ -33,7 +33,7 @@ def read_architecture(source: str) -> GPT2ScratchConfig:
 
 
 def architecture_of(source: str, command: ModelArguments, flags: set[str]) -> dict[str, Any]:
-    """Return the settings of a pretrained model, with the dropout of the command and, if the flag is given, its
+    """Return the settings of a pretrained model, with the dropout of the command and, if it is among `flags`, its
     context. Raise a `UserError` if a flag contradicts the model, one problem per line."""
     config, values = read_architecture(source), vars(command)
     settings = model_settings(config)

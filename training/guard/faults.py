@@ -1,6 +1,7 @@
 """Failures during a run, translated into a one-sentence error or a restart in a fresh process."""
 
 import errno
+import math
 import tempfile
 
 import torch
@@ -28,7 +29,9 @@ def translate(error: Exception, run: Run) -> Exception:
     A `UserError`, an internal bug and an error of the process group are returned unchanged."""
     folder = run.folder
     if isinstance(error, DivergenceError):
-        last_good = folder.last_good()
+        last_good, start = folder.last_good(), run.start
+        if start.checkpoint is not None and (error.weights_after or math.inf) <= start.step:
+            last_good = f"{start.checkpoint} itself gives no finite loss here; resume from another, or elsewhere"
         return UserError(f"{error} {last_good[0].upper()}{last_good[1:]}.")
     if is_out_of_memory(error):
         return _out_of_memory(run)
