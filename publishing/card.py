@@ -150,7 +150,7 @@ def _metadata(release: PublishedModel, repository: Repository, options: FolderAr
     training, metadata = release.training, release.metadata
     if options.license:
         metadata = {name: value for name, value in metadata.items() if name not in ("license_name", "license_link")}
-    values = {"license": options.license, "language": options.language}
+    values = {"license": options.license and options.license.lower(), "language": options.language}
     tags = metadata["tags"] if isinstance(metadata.get("tags"), list) else []
     tags = [kind, *(tag for tag in tags if tag not in ("gpt2scratch", "gpt2", "apertus"))]
     if training is not None:

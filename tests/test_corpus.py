@@ -15,6 +15,7 @@ import pytest
 from datasets import Dataset, DatasetDict, load_from_disk
 from datasets.arrow_writer import ArrowWriter
 
+from common.removal import mark
 from conftest import assert_user_error, error_of, without_root
 from tokenizer.corpus import documents as documents_module
 from tokenizer.corpus import units as corpus_module
@@ -116,7 +117,7 @@ def test_missing_input_is_refused_by_name(tmp_path, monkeypatch):
     assert refusal("boks/a.txt").startswith("boks/a.txt is not a local path, and the Hub cannot be reached (HF_HUB")
     sentence = "revision is v1, but no input is a Hub dataset; leave it out."
     assert_user_error(sentence, corpus, "books/a.txt", revision="v1")
-    sentence = "has no files except hidden files, token stores and links (only a glob follows links);"
+    sentence = "has no files except hidden files, token stores, runs and links (only a glob follows links);"
     assert refusal("empty").startswith(f"empty {sentence} ")
 
 
@@ -183,7 +184,7 @@ def test_links_are_followed_only_if_given_by_name(tmp_path):
     assert documents(tmp_path / "a.txt") == documents(tmp_path / "folder") == documents(tmp_path / "*.txt") == ["out"]
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "b.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
-    sentence = "has no files except hidden files, token stores and links (only a glob follows links);"
+    sentence = "has no files except hidden files, token stores, runs and links (only a glob follows links);"
     assert sentence in refusal(tmp_path / "links")
     assert documents(tmp_path / "links" / "*") == ["out"]
     for name, target in (("broken", "nothing"), ("round", "round")):
@@ -352,6 +353,8 @@ def test_folders_that_datasets_saved_are_read_without_their_other_files(tmp_path
     DatasetDict({"train": saved.filter(lambda row: row["id"] > 6), "test": saved}).save_to_disk(tmp_path / "two")
     assert documents(tmp_path / "one") == texts
     assert documents(tmp_path / "two") == texts[7:]
+    mark(tmp_path / "more" / "run", "run")
+    write(tmp_path / "more" / "run" / "report.md", "A run that trains on this folder is in it.")
     DatasetDict({"train_sft": saved}).save_to_disk(tmp_path / "more" / "three")
     assert "three has no split train, but train_sft" in refusal(tmp_path / "more" / "three")
     write(tmp_path / "more" / "a.txt", "Some words.")

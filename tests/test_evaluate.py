@@ -14,7 +14,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from conftest import TWO_PROCESSES, assert_user_error, metrics, prose, tokenized, trained
+import train_accelerate
+from conftest import TWO_PROCESSES, assert_user_error, metrics, prose, reset_accelerate, tokenized, trained
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training import evaluate
 from training.checkpoints.run_folder import RunFolder
@@ -178,6 +179,9 @@ def test_a_run_is_scored_on_the_tokens_that_it_recorded(tmp_path, monkeypatch, c
     monkeypatch.setattr(run_data, "CACHE", tmp_path / "data")
     run = trained(SimpleNamespace(folder=tmp_path / "text.txt"), tmp_path / "run", max_steps=1, vocab_size=300)
     [recorded] = (tmp_path / "data").glob("text-*")
+    (tmp_path / "text.txt").unlink()
+    reset_accelerate()
+    train_accelerate.main(["--resume_from_checkpoint", str(run), "--max_steps", "2"])
     (tmp_path / "text.txt").write_text(prose(1))
     assert evaluate.store_and_masking(str(run), None)[0].folder == recorded
     assert "WARNING" not in capsys.readouterr().err

@@ -111,7 +111,7 @@ def test_command_exports_and_packs_new_and_existing_stores(made, tmp_path, capsy
     assert "to unpack it, run `mkdir " in said[1]
     assert contents(unpacked(tmp_path / "books.tar.zst")) == contents(made.folder)
     assert rows(tmp_path / "books-parquet", "train")
-    sentence = "has no files except hidden files, token stores and links"
+    sentence = "has no files except hidden files, token stores, runs and links"
     assert_user_error(sentence, Corpus, [str(tmp_path / "books-parquet")], CorpusArguments())
 
 

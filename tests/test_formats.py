@@ -111,7 +111,8 @@ def test_cached_stores_of_a_run_and_of_older_versions_are_named(old, monkeypatch
     assert_user_error(sentence, train, "--resume_from_checkpoint", old / "run_v2", "--data", old / "store_v1")
     monkeypatch.setattr(data, "CACHE", old / "cache")
     shutil.copytree(old / "store_v1", old / "cache" / "text-0123456789ab")
-    (old / "cache" / ".text-00000000000f.unfinished").mkdir()
+    (old / "cache" / ".text-00000000000f.unfinished" / "parts").mkdir(parents=True)
+    (old / "cache" / ".text-0000000000ff.unfinished").mkdir()  # of a command that was refused
     said = []
     recipe = Recipe([str(old / "unfinished_v1" / "text")], vocabulary=VocabularyArguments(tokenizer_type="character"))
     data.open_store(recipe, said.append)

@@ -1,5 +1,6 @@
 """Checks and decisions before the first step: settings, device, data, plan and starting point."""
 
+import glob
 import math
 import os
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from common.errors import Problems, UserError, counted
 from common.machine import free_memory
 from modeling_gpt2scratch.loading import TOKENIZER, load_tokenizer
-from tokenizer.corpus.named_data import dataset_of
+from tokenizer.corpus.named_data import dataset_of, find
 from tokenizer.corpus.units import Corpus
 from tokenizer.store.store import SPLITS, TokenStore
 from training.checkpoints.backup import Backup, earlier_run
@@ -77,10 +78,10 @@ def check(config: TrainConfig) -> None:
     setup = problems.add_of(setup_of, [config])
     problems.sentences += config.problems()
     context, vocab_size, store = config.model.n_positions, config.vocabulary.vocab_size or 1, None
-    if config.text:
-        problems.add_of(Corpus, [[config.data.data], config.corpus])
-    else:
+    if not config.text:
         store = problems.add_of(TokenStore, [config.data.data])
+    elif problems.add_of(recorded_data, [config]) is None:  # a continued run has tokens
+        problems.add_of(Corpus, [[config.data.data], config.corpus])
     if store is not None:
         vocab_size = store.metadata.vocab_size
         problems.sentences += _vocabulary_problems(config, store)
@@ -133,8 +134,11 @@ def open_data(config: TrainConfig, accelerator: Accelerator) -> TokenStore:
 
 
 def recorded_data(config: TrainConfig) -> str | None:
-    """Return the identity of the Hub dataset's tokens in the run that this command continues, or None."""
-    if not config.text or dataset_of(config.data.data) is None or "data" in config.settings.allowed:
+    """Return the identity of the tokens in the run that this command continues if its text is a Hub dataset, or no
+    longer exists, or None."""
+    data = config.data.data
+    is_local = dataset_of(data) is None and (find(data) or glob.glob(os.path.expanduser(data)))
+    if not config.text or is_local or "data" in config.settings.allowed:
         return None
     source = config.run.resume_from_checkpoint
     if source is not None and is_checkpoint(Path(source)) and Path(source).exists():

@@ -16,6 +16,7 @@ from examples.tuning.settings import Tuning
 from modeling_gpt2scratch.loading import CONFIG
 from tokenizer.encoding import vocabulary
 from training.checkpoints.checkpoint import MODEL_FILES
+from training.checkpoints.run_folder import repository_name
 from training.guard.lock import RunLock
 from training.runtime.distributed import on_main
 
@@ -97,7 +98,7 @@ def train_and_save(
         print(f"{table(before, after)}\nThe model is in {tuning.folder}. Next:")
         print(f"  python generate.py {path} {learned.use}")
         if model.config.model_type == "gpt2scratch":
-            print(f"  python push_to_hub.py {path} --repo_id YOUR_NAME/{shlex.quote(tuning.folder.name)}")
+            print(f"  python push_to_hub.py {path} --repo_id YOUR_NAME/{repository_name(tuning.folder)}")
     except KeyboardInterrupt:
         if not (tuning.folder / CONFIG).is_file():
             print("\nNothing is saved before the end. The same command starts again.")

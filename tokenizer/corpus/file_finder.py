@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 
 from common import schema
 from common.errors import UserError
+from common.removal import is_marked
 from tokenizer.corpus.documents import Counts
 from tokenizer.corpus.named_data import files_of, names
 
@@ -81,7 +82,7 @@ class FileFinder:
         problem = "matches no local file or folder and is neither a Hub dataset nor a name in "
         problem += "`python -m tokenizer.pretokenize --list`"
         if matches:
-            problem = "has no files except hidden files, token stores and links (only a glob follows links)"
+            problem = "has no files except hidden files, token stores, runs and links (only a glob follows links)"
             problem += ", and files that --exclude matches" * bool(self.exclude)
         near = difflib.get_close_matches(entry, names(), n=1)
         raise UserError(f"{entry} {problem}; {f'did you mean {near[0]}?' if near else 'check the path.'}")
@@ -110,7 +111,7 @@ class FileFinder:
             return
         entry_names = {entry.name for entry in entries}
         is_export = entry_names == EXPORT and any(Path(folder, "data").glob("train-00000-of-*.parquet"))
-        if entry_names >= STORE or is_export:
+        if entry_names >= STORE or is_export or is_marked(Path(folder), "run"):
             return
         records = _saved_by_datasets(folder, entry_names)
         if records == set() and folder == root:

@@ -18,6 +18,7 @@ runs/x/
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -194,6 +195,11 @@ def run_of(path: Path) -> Path:
         raise UserError(f"{run} has no {CONFIG_FILE}; restore it from a backup, or train in another folder.")
     check_run_format(RunFolder(run).status)
     return run
+
+
+def repository_name(folder: Path) -> str:
+    """Return the name of a folder with the characters that the Hub accepts."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.resolve().name).strip(".-") or "model"
 
 
 def find_checkpoint(path: Path, name: str | None) -> Path:

@@ -70,14 +70,15 @@ class RunData:
 def open_store(recipe: Recipe, say: Callable[[str], None], recorded: str | None = None) -> TokenStore:
     """Open the recipe's token store, which for text is built first and cached by content and settings. A token store
     must be the recipe's only input. Raise a `UserError` if the input does not exist or is invalid. `recorded`: identity
-    of a Hub dataset's tokens in a continued run: if cached, they are used, even if the Hub has a new commit."""
+    of the tokens of a continued run: if cached, they are used, even if the Hub has a new commit or the text is gone."""
     folder = _folder_of(recipe, recorded)
     if is_store(str(folder)):
         return TokenStore(folder)
     from tokenizer.build.store_builder import pretokenize
 
     name = f"{name_of(recipe.inputs[0])}-{'[0-9a-f]' * 12}"
-    unfinished = {*CACHE.glob(f".{name}.unfinished")} - {CACHE / f".{folder.name}.unfinished"}
+    unfinished = {path for path in CACHE.glob(f".{name}.unfinished") if any(path.glob("[!.]*"))}
+    unfinished -= {CACHE / f".{folder.name}.unfinished"}
     if stores := sorted({*(path.parent for path in CACHE.glob(f"{name}/metadata.json")), *unfinished}):
         with suppress(OSError):  # another run may finish one of them
             size = sum(file.stat().st_size for folder in stores for file in folder.rglob("*") if file.is_file())
