@@ -23,7 +23,7 @@ from tokenizer.corpus.byte_range import ByteRange
 from tokenizer.corpus.documents import Counts, Reader
 from tokenizer.corpus.named_data import licenses
 from tokenizer.corpus.records import records
-from tokenizer.corpus.units import Corpus, CorpusArguments
+from tokenizer.corpus.units import Corpus, CorpusArguments, kind_of
 
 GOOD = "good words " * 100
 
@@ -227,6 +227,7 @@ def test_json_without_records_is_text(tmp_path):
     assert documents(tmp_path / "config.json", text_column="prose") == ["one"]
     assert documents(write(tmp_path / "a.json", "\ufeff" + lines), text_column="prose") == ["all on its own lines"]
     assert documents(write(tmp_path / "a.json", lines.replace("prose", "text"))) == ["all on its own lines"]
+    assert kind_of(str(write(tmp_path / "a.json", '{\n"text": null\n}'))) == "json"  # a record without text
     assert "a.txt has no records" in refusal(write(tmp_path / "a.txt", "Some words."), text_column="prose")
     assert documents(write(tmp_path / "a.json", one.replace("prose", "content"))) == ["one"]
 
@@ -356,7 +357,7 @@ def test_folders_that_datasets_saved_are_read_without_their_other_files(tmp_path
     mark(tmp_path / "more" / "run", "run")
     write(tmp_path / "more" / "run" / "report.md", "A run that trains on this folder is in it.")
     DatasetDict({"train_sft": saved}).save_to_disk(tmp_path / "more" / "three")
-    assert "three has no split train, but train_sft" in refusal(tmp_path / "more" / "three")
+    assert "three has no split train; name the folder of a split (train_sft)" in refusal(tmp_path / "more" / "three")
     write(tmp_path / "more" / "a.txt", "Some words.")
     assert documents(tmp_path / "more") == ["Some words."]
     write(tmp_path / "one" / "state.json", "{}")  # not of `datasets`: an ordinary folder
@@ -568,6 +569,7 @@ def test_file_without_permission_is_skipped_in_a_folder():
         (["tables/*", "in"], ["a.txt", "d.csv", "sub/node_modules/c.txt"]),  # `in` is the input itself
         (["in/sub/tables", "in/d.csv"], ["a.txt", "sub/node_modules/c.txt"]),  # as error messages have them
         (["*/*.csv"], ["a.txt", "d.csv", "sub/node_modules/c.txt", "sub/tables/b.txt"]),
+        (["**/sub"], ["a.txt", "d.csv"]),
     ],
 )
 @pytest.mark.parametrize("entry", ["in", "in/**"])
@@ -577,5 +579,7 @@ def test_exclude_skips_matching_files_and_folders(tmp_path, monkeypatch, pattern
         write(tmp_path / "in" / name, "text\nwords\n")
     names = [os.path.relpath(file.path, "in") for file in corpus(entry, exclude=patterns).all_files]
     assert sorted(names) == found
+    absolute = corpus(str(tmp_path / "in"), exclude=["in/sub", str(tmp_path / "in/d.csv")])
+    assert [file.path for file in absolute.all_files] == [str(tmp_path / "in/a.txt")]
     assert len(corpus("in/d.csv", exclude=["*.csv"]).all_files) == 1  # a file given by name is never excluded
     assert "matches; check the path." in refusal(entry, exclude=["*"])

@@ -80,7 +80,7 @@ def check(config: TrainConfig) -> None:
     context, vocab_size, store = config.model.n_positions, config.vocabulary.vocab_size or 1, None
     if not config.text:
         store = problems.add_of(TokenStore, [config.data.data])
-    elif problems.add_of(recorded_data, [config]) is None:  # a continued run has tokens
+    elif (recorded := problems.add_of(recorded_data, [config])) is None or run_data.find_cached(recorded) is None:
         problems.add_of(Corpus, [[config.data.data], config.corpus])
     if store is not None:
         vocab_size = store.metadata.vocab_size
@@ -136,8 +136,9 @@ def open_data(config: TrainConfig, accelerator: Accelerator) -> TokenStore:
 def recorded_data(config: TrainConfig) -> str | None:
     """Return the identity of the tokens in the run that this command continues if its text is a Hub dataset, or no
     longer exists, or None."""
-    data = config.data.data
-    is_local = dataset_of(data) is None and (find(data) or glob.glob(os.path.expanduser(data)))
+    data, path = config.data.data, os.path.expanduser(config.data.data)
+    is_file = os.path.lexists(path) or any(glob.iglob(path, recursive=True))
+    is_local = dataset_of(data) is None and (find(data) is not None or is_file)
     if not config.text or is_local or "data" in config.settings.allowed:
         return None
     source = config.run.resume_from_checkpoint

@@ -89,12 +89,16 @@ class FileFinder:
 
     def _is_excluded(self, path: str | Path, root: str) -> bool:
         """Return whether a pattern of --exclude matches the end of `path`, below its input `root`, or of a parent
-        folder. A pattern may begin with the input, as paths in error messages do."""
-        below, folders = PurePath(os.path.relpath(path, root or ".")), PurePath(root).parts
-        for pattern in self.exclude:
-            parts = PurePath(pattern).parts
-            start = PurePath(root if folders and parts[: len(folders)] == folders else "")
-            if any((start / parent).match(pattern) for parent in (below, *below.parents)[: len(below.parts)]):
+        folder. A pattern may begin with the input, as paths in error messages do, or with its name."""
+        below, whole = PurePath(os.path.relpath(path, root or ".")), PurePath(os.path.abspath(root or "."))
+        for pattern in (PurePath(pattern.removeprefix("**/")) for pattern in self.exclude):
+            start = PurePath(whole.name if pattern.parts[:1] == (whole.name,) else "")
+            if pattern.is_absolute():
+                start = whole
+            elif pattern.parts[: len(PurePath(root).parts)] == PurePath(root).parts:
+                start = PurePath(root)
+            parents = (below, *below.parents)[: len(below.parts)]
+            if any((start / parent).match(str(pattern)) for parent in parents):
                 return True
         return False
 
@@ -116,7 +120,7 @@ class FileFinder:
         records = _saved_by_datasets(folder, entry_names)
         if records == set() and folder == root:
             splits = ", ".join(sorted(entry.name for entry in entries if entry.is_dir()))
-            raise UserError(f"{folder} has no split train, but {splits or 'none'}; name the folder of one.")
+            raise UserError(f"{folder} has no split train; name the folder of a split ({splits}).")
         for entry in sorted(entries, key=lambda entry: entry.name):
             if records is not None and entry.name not in records:
                 continue
@@ -139,6 +143,6 @@ def _saved_by_datasets(folder: str, names: set[str]) -> set[str] | None:
     with suppress(ValueError, LookupError, TypeError):
         content = schema.read(Path(folder) / ("dataset_dict.json" if is_dict else "state.json"))
         if is_dict:
-            return {"train", "validation"} & {*content["splits"]}
+            return {"train", "validation"} & {*content["splits"]} if "train" in content["splits"] else set()
         return {part["filename"] for part in content["_data_files"]}
     return {"train"} if is_dict else None

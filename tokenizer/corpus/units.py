@@ -354,7 +354,7 @@ def _worst(counts: Counts, *names: str) -> str:
 
 def kind_of(path: str, text_column: str | None = None) -> str:
     """Return the kind of a file. A .json file that has neither records nor a list, such as a configuration, is text. An
-    object on several lines is a record if it has the given column, or a text or chat in one of the usual columns."""
+    object on several lines is a record if it has the given column, or text, a chat or nothing in a usual column."""
     suffix = files.suffix(path)
     if suffix != ".json":
         return KINDS.get(suffix, "text")
@@ -366,8 +366,10 @@ def kind_of(path: str, text_column: str | None = None) -> str:
             return "jsonl" if lines or columns & record.keys() else "text"
         whole = first_line.startswith(b"{") and (head + file.read(LONGEST_RECORD)).removeprefix(codecs.BOM_UTF8)
     is_list = re.match(rb'\[\s*["{\]]', head.removeprefix(codecs.BOM_UTF8).strip())
-    record = parsed(whole) if whole else {}
-    is_record = any(isinstance(value, str) or chat.normalized(value) for value in map((record or {}).get, columns))
+    record = (parsed(whole) if whole else None) or {}
+    values = [record[name] for name in columns & record.keys()]
+    is_text = any(isinstance(value, str) or value in (None, []) or chat.normalized(value) for value in values)
+    is_record = is_text or text_column in record
     return "json" if is_list or is_record else "text"
 
 

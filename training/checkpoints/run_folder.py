@@ -199,7 +199,8 @@ def run_of(path: Path) -> Path:
 
 def repository_name(folder: Path) -> str:
     """Return the name of a folder with the characters that the Hub accepts."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", folder.resolve().name).strip(".-") or "model"
+    name = re.sub(r"[^A-Za-z0-9_.]+", "-", folder.resolve().name.replace("..", "-"))
+    return name[:96].strip(".-").removesuffix(".git") or "model"
 
 
 def find_checkpoint(path: Path, name: str | None) -> Path:

@@ -32,7 +32,7 @@ def translate(error: Exception, run: Run) -> Exception:
         last_good, start = folder.last_good(), run.start
         if start.checkpoint is not None and (error.weights_after or math.inf) <= start.step:
             last_good = f"{start.checkpoint} itself gives no finite loss here; resume from another, or elsewhere"
-        return UserError(f"{error} {last_good[0].upper()}{last_good[1:]}.")
+        return UserError(f"{error} {last_good.replace('there is', 'There is')}.")
     if is_out_of_memory(error):
         return _out_of_memory(run)
     if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, Timeout):
