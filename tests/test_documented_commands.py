@@ -44,7 +44,7 @@ RUN = {
     f"{TRAIN} --config presets/gpt2.yaml --data data/my --plan --plan_device a100-80gb": "",
     f"{TRAIN} --config presets/shakespeare_char.yaml --data tinyshakespeare.txt --profile": LONGER,
     f"{TRAIN} --config presets/shakespeare_char_modern.yaml --data tinyshakespeare.txt": SMALL,
-    "cp presets/nano.yaml presets/mine.yaml": "",
+    "cp presets/quickstart.yaml presets/mine.yaml": "",
     f"{TRAIN} --budget 5m --plan": "--plan_steps 0 --validation_fraction 0.01",  # tokens of the quickstart above
     f"{TRAIN} --config presets/mine.yaml --data my.txt --plan": f"{SMALL} --plan_steps 0",
     f"{TRAIN} --config presets/mine.yaml --data my.txt": SMALL,

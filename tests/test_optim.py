@@ -154,6 +154,8 @@ def test_defaults_follow_the_optimizer_unless_a_flag_or_a_named_file_sets_them(t
     rates = (muon.learning_rate, muon.embedding_learning_rate, muon.head_learning_rate)
     assert rates == pytest.approx((0.02, 0.7348, 0.0098), rel=1e-3)
     assert (muon.lr_scheduler_type, muon.weight_decay, muon.warmup_steps) == ("warmup_stable_decay", 0.13, 0)
+    widths = [read_config(["--data", str(tmp_path), "--n_embd", width]).model for width in ("128", "512")]
+    assert [model.initializer_range for model in widths] == [0.051, 0.0255]  # 0.577 / sqrt(n_embd)
     mine = read("--optimizer", "muon", "--config", str(tmp_path / "mine.yaml"), "--weight_decay", "0.1")
     assert (mine.learning_rate, mine.weight_decay, mine.embedding_learning_rate) == (0.005, 0.1, 0.016)
     large = with_defaults(OptimArguments("muon"), set(), 2**21, GPT2ScratchConfig(**MODERN))

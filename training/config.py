@@ -254,6 +254,7 @@ def _decide(config: TrainConfig, flags: dict[str, Any], path: Path) -> TrainConf
     is_pretrained = config.pretrained_source is not None
     optim = with_defaults(config.optim, {*config.sources}, config.batch.tokens_per_step, config.model, is_pretrained)
     settings = {name: value for name, value in vars(optim).items() if name not in config.sources}
+    settings["initializer_range"] = config.model.initializer_range or config.model.usual_initializer_range
     if not FILES & flags.keys():  # the settings of the default file for its own text
         if "vocab_size" not in flags and not config.trains_bpe:
             settings["vocab_size"] = None

@@ -16,8 +16,9 @@ from training.checkpoints.checkpoint import TrainState
 from training.data.run_data import find_cached
 from training.step.optim import OptimArguments
 
-# Model fields that a resumed run may change. Dropout is reported as a setting. `use_cache` affects only generation.
-MAY_DIFFER = {"embd_pdrop", "attn_pdrop", "resid_pdrop", "use_cache"}
+# Model fields that a resumed run may change. Dropout and initial weights are reported as settings. `use_cache` affects
+# only generation.
+MAY_DIFFER = {"embd_pdrop", "attn_pdrop", "resid_pdrop", "initializer_range", "use_cache"}
 TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # allowed together with a changed tokenizer
 
 

@@ -1,5 +1,6 @@
 """Model of a run: a `GPT2ScratchForCausalLM` built from the flags and the token store."""
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -18,8 +19,8 @@ from training.step.embedding import make_embeddings_deterministic
 
 @dataclass
 class ModelArguments:
-    """Fields of `GPT2ScratchConfig` with their names and defaults, except `rope_theta`. The store has the
-    vocabulary."""
+    """Fields of `GPT2ScratchConfig` with their names and defaults, except `rope_theta` and `initializer_range`. The
+    store has the vocabulary."""
 
     n_layer: int = setting(12, "Transformer blocks.", minimum=1, maximum=1000)
     n_head: int = setting(12, "Heads per block; must divide n_embd.", minimum=1, maximum=1024)
@@ -44,9 +45,19 @@ class ModelArguments:
     attn_pdrop: float = setting(0.0, "Dropout probability of the attention weights.", minimum=0, below=1)
     resid_pdrop: float = setting(0.0, "Dropout probability of the outputs of attention and MLP.", minimum=0, below=1)
     layer_norm_epsilon: float = setting(1e-5, "Added to the variance in normalizations.", minimum=1e-12, maximum=1)
-    initializer_range: float = setting(0.02, "Standard deviation of the initial weights.", minimum=1e-6, maximum=10)
+    initializer_range: float | None = setting(
+        None,
+        "Standard deviation of the initial weights. Default: 0.02; with rms_norm 0.577 / sqrt(n_embd).",
+        minimum=1e-6,
+        maximum=10,
+    )
 
     is_modern, has_large_embedding = GPT2ScratchConfig.is_modern, GPT2ScratchConfig.has_large_embedding
+
+    @property
+    def usual_initializer_range(self) -> float:
+        """`initializer_range` of GPT-2, or for rms_norm that of modded-nanogpt: uniform in (-1, 1) / sqrt(n_embd)."""
+        return round(0.577 / math.sqrt(self.n_embd), 4) if self.is_modern else 0.02
 
 
 def model_config(
@@ -56,6 +67,7 @@ def model_config(
     special = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     fields = asdict(arguments)
     theta = fields.pop("rope_theta")
+    fields["initializer_range"] = arguments.initializer_range or arguments.usual_initializer_range
     rope = {"rope_type": "default", "rope_theta": theta} if theta else None
     try:
         return GPT2ScratchConfig(vocab_size=vocab_size, rope_parameters=rope, **fields, **special)
