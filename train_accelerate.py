@@ -46,11 +46,10 @@ def main(arguments: list[str]) -> None:
         config, sizing = resolve(config, accelerator, setup)
         run = decide_run(config, setup, accelerator)
         chooses_best = config.evaluation.load_best_model_at_end
-        is_finished = run.start.step >= run.plan.max_steps and not run.start.owes_validation
-        if is_finished:
-            code = finish_again(run, config.optim, chooses_best, bool(LENGTHS & config.flags))
-        else:
-            code = train(config, sizing, run, watchdog)
+        if run.start.step >= run.plan.max_steps and not run.start.owes_validation:
+            finish_again(run, config.optim, chooses_best, bool(LENGTHS & config.flags))
+            return
+        code = train(config, sizing, run, watchdog)
     if code:
         sys.exit(code)
 
@@ -114,6 +113,7 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
                         validation.validate(count, log, guard.stopper.agreed)
                 if logs:
                     pacer.correct(count, log)
+            guard.finish(saver)
         if guard.reason is None and config.evaluation.load_best_model_at_end:
             choose_best_model(run)
     print_end(run, config.run, guard.step, guard.reason)

@@ -85,7 +85,7 @@ class RunGuard:
         return 0 if self.reason is None else EXIT_CODES[self.reason]
 
     def steps(self, saver: Saver) -> Iterator[int]:
-        """Yield the remaining steps, counted from 0, until the end or until all processes agree to stop. Then save."""
+        """Yield the remaining steps, counted from 0, until the end or until all processes agree to stop."""
         start = self.run.start
         is_new = start.checkpoint is None and start.initializer is None
         self.learning = LearningCheck(saver.model, saver.optimizer, self.run.accelerator, self.run.plan, is_new)
@@ -97,6 +97,9 @@ class RunGuard:
             if saver.failed:
                 self.stopper.request(SAVE_FAILURE)
         self.reason = self.stopper.agreed()
+
+    def finish(self, saver: Saver) -> None:
+        """Save the last step, if it is not saved, and wait until it is on the disk."""
         if self.step not in (self.run.start.step, saver.saved_step) and self.reason != SAVE_FAILURE:
             self.read_losses(self.step, saver)
             self.save(self.step, saver)
