@@ -170,37 +170,60 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
             f"{checkpoint}, from which rank 0 resumes, is not on this machine: share the run folder, or run "
             "the same command again if it was deleted meanwhile."
         )
-    tokenizer, source = store.load_tokenizer(), config.pretrained_source
-    if tokenizer.chat_template is None:  # the store may be of a run before the chats
+    tokenizer = _tokenizer(store, checkpoint, config.pretrained_source)
+    state = load_state(checkpoint) if checkpoint is not None else None
+    position = resume_position(state, store.metadata.identity, restarted().get("passed_over", ()))
+    plan = make_plan(config, store, tokenizer, accelerator, setup, position)
+    start = _starting_point(config, store, plan, checkpoint, state, accelerator)
+    placement = plan.placement.where, accelerator.device, config.batch.mask_documents
+    data = run_data.RunData(store, tokenizer, *(run_data.place_tokens(store, split, *placement) for split in SPLITS))
+    sampling = with_prompts(config.sampling, store, tokenizer)
+    return Run(folder, accelerator, plan.memory.setup, data, plan, start, backup, sampling)
+
+
+def _tokenizer(store: TokenStore, checkpoint: Path | None, source: str | None) -> PreTrainedTokenizerBase:
+    """Return the store's tokenizer. If the store is of a run before the chats, the chat template is that of the
+    checkpoint, or of the pretrained model `source`."""
+    tokenizer = store.load_tokenizer()
+    if tokenizer.chat_template is None:
         if checkpoint is not None and (template := checkpoint / TOKENIZER[-1]).is_file():
             tokenizer.chat_template = template.read_text(encoding="utf-8")
         elif checkpoint is None and source is not None:
             with model_errors():
                 tokenizer.chat_template = load_tokenizer(source).chat_template
-    state = load_state(checkpoint) if checkpoint is not None else None
-    position = resume_position(state, store.metadata.identity, restarted().get("passed_over", ()))
-    plan = make_plan(config, store, tokenizer, accelerator, setup, position)
-    setup = plan.memory.setup
+    return tokenizer
+
+
+def _starting_point(
+    config: TrainConfig,
+    store: TokenStore,
+    plan: Plan,
+    checkpoint: Path | None,
+    state: TrainState | None,
+    accelerator: Accelerator,
+) -> ResumePoint:
+    """Return the start of a run at the checkpoint with `state`, or at step 0. Raise a `UserError` like `compare`."""
     settings = config.settings.recorded() | {
         "data": store.metadata.identity,
         "tokenizer": store.metadata.tokenizer_sha256,
         "max_steps": plan.max_steps,
         "mixed_precision": accelerator.mixed_precision,
     }
-    changes = compare(checkpoint, state, plan.model, settings, config.settings) if checkpoint is not None else []
-    changes += jump_at(position.step, state.settings if state else {}, plan.max_steps, config.optim)
-    if state is not None and any(state.settings.get(name) != settings[name] for name in ("data", "tokens_per_step")):
+    if checkpoint is None:
+        start = ResumePoint(None, TrainState(plan.position, settings), [])
+        if (source := config.pretrained_source) is not None:
+            start = replace(start, owes_validation=True, initializer=partial(load_pretrained, source))
+        return start
+    changes = compare(checkpoint, state, plan.model, settings, config.settings)
+    changes += jump_at(plan.position.step, state.settings, plan.max_steps, config.optim)
+    if any(state.settings.get(name) != settings[name] for name in ("data", "tokens_per_step")):
         state = replace(state, losses=(), unlogged=0)  # they are not a measure for the losses that follow
-    state = replace(state or TrainState(position, {}), position=position, settings=settings)
-    start = ResumePoint(checkpoint, state, changes)
-    if checkpoint is None and (source := config.pretrained_source) is not None:
-        start = replace(start, owes_validation=True, initializer=partial(load_pretrained, source))
-    elif plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, start.step):
+    start = ResumePoint(checkpoint, replace(state, position=plan.position, settings=settings), changes)
+    folder = config.run.folder
+    if plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, start.step):
         has_it = on_main(accelerator, lambda: best_step(folder.metrics, [start.step]) is not None)
         start = replace(start, owes_validation=start.is_own(folder) and not has_it)
-    placement = plan.placement.where, accelerator.device, config.batch.mask_documents
-    data = run_data.RunData(store, tokenizer, *(run_data.place_tokens(store, split, *placement) for split in SPLITS))
-    return Run(folder, accelerator, setup, data, plan, start, backup, with_prompts(config.sampling, store, tokenizer))
+    return start
 
 
 def make_plan(
