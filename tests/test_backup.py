@@ -103,7 +103,7 @@ def test_backup_is_a_run_folder(make, drive, tmp_path):
     assert {path.name for path in backup_run.path.iterdir()} == files | {"checkpoints", ".gpt2scratch.json"}
     assert all((backup_run.path / name).read_bytes() == (run.path / name).read_bytes() for name in files)
     assert backup_run.newest_checkpoint(output.append) == backup_run.checkpoints / "step_00000002"
-    assert names(backup_run) == ["step_00000002"]
+    assert names(backup_run) == ["step_00000001", "step_00000002"]  # the first is the best
     assert output == [f"Backup:  step_00000002 is in {backup_run.path}"]
 
 

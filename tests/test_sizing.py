@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 import statistics
 import time
 from dataclasses import replace
@@ -185,6 +186,26 @@ def test_the_vocabulary_of_a_budget_stays_that_of_its_run(store, finished_copy):
     for more, size in {"": 300, "--budget 6m": 300, "--overwrite_output_dir": 2048}.items():
         config = read_config([*(arguments[:-2] if "budget" in more else arguments), *more.split()])
         assert with_vocabulary(config, CPU, Setup("bf16", True, "sdpa", ())).vocabulary.vocab_size == size
+
+
+def test_a_run_keeps_its_choice_from_its_first_checkpoint_on(store, finished_copy, tmp_path):
+    """Without one, the machine may be another one. Of folder and backup, the newer one has the choice."""
+    folder = tmp_path / "x"
+    shutil.copytree(finished_copy, folder)
+    arguments = ["--data", str(store.folder), "--output_dir", str(folder), "--budget", "1e15flops"]
+    arguments += ["--backup_dir", str(tmp_path / "drive")]
+    (folder / "config.yaml").write_text(dump_config(read_config(arguments)).replace("n_layer: 2", "n_layer: 7"))
+    shutil.copytree(folder, tmp_path / "drive" / "x")
+    (folder / "config.yaml").write_text(dump_config(read_config(arguments)).replace("n_layer: 2", "n_layer: 9"))
+
+    def layers() -> int:
+        return resolved(store, arguments, 1e8)[0].model.n_layer
+
+    assert layers() == 9
+    shutil.rmtree(folder / "checkpoints")
+    assert layers() == 7
+    shutil.rmtree(tmp_path / "drive")
+    assert layers() == choice(store, "--budget 1e15flops", 1e8).option.model.n_layer < 7
 
 
 def test_less_text_gives_a_larger_model_with_fewer_tokens(store):

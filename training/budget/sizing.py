@@ -155,7 +155,8 @@ def resolve(
         config = with_vocabulary(config, accelerator, setup)
     (earlier_settings, events, done), values = on_main(accelerator, lambda: _earlier(config)), {}
     is_same = all(earlier_settings.get(name) == value for name, value in vars(config.budget).items())
-    repeats = is_same and (config.budget.budget is not None or not LENGTHS & config.flags)
+    has_begun = done or restarted().get("has_begun")  # otherwise, the machine may be another one
+    repeats = is_same and has_begun and (config.budget.budget is not None or not LENGTHS & config.flags)
     if repeats:
         is_longer = config.is_resolved and LENGTHS & config.flags
         decided = config.given | LENGTHS if is_longer else config.given - LENGTHS

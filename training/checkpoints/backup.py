@@ -45,7 +45,7 @@ class BackupArguments:
     def problems(self, output_dir: str | Path) -> Iterator[str]:
         if self.backup_dir is None:
             return
-        run, backup = Path(output_dir).resolve(), _backup_folder(self.backup_dir, output_dir).resolve()
+        run, backup = Path(output_dir).resolve(), backup_folder(self.backup_dir, output_dir).resolve()
         if run == backup or run in backup.parents:
             yield (
                 f"backup_dir {self.backup_dir} puts the backup into the run's own folder; name a folder on another "
@@ -65,7 +65,7 @@ class Backup:
 
     def __init__(self, backup_dir: str | Path, run: RunFolder, limit: int | None, say: Callable[[str], None]):
         """`limit` is the number of newest checkpoints to keep. `say` is also called from another thread."""
-        self.run, self.there = run, RunFolder(_backup_folder(backup_dir, run.path))
+        self.run, self.there = run, RunFolder(backup_folder(backup_dir, run.path))
         self.limit, self.say = limit, say
         self.first_step = 0
         self.may_replace = False
@@ -230,13 +230,13 @@ class Backup:
             )
         for path in unknown:  # first: next to the new settings, it would look like the run's own
             discard(path, checkpoints.FILES)
-        self.submitted.add(checkpoint.name)
         _copy_files(self.run, self.there)  # before the checkpoint is complete, so that the log always reaches its step
-        target, is_complete = backup / checkpoint.name, False
-        with suppress(FileNotFoundError, DamageError):  # checks only the manifest and the sizes
-            is_complete = listed_files(target) == listed_files(checkpoint)
-        if not is_complete:
-            checkpoints.copy(checkpoint, target)
+        self._copy_checkpoint(checkpoint)
+        by_step = {step_of(path): path for path in complete_checkpoints(self.run.checkpoints)}
+        best = by_step.get(best_step(self.run.metrics, by_step))
+        if best is not None:  # it may be older than the backup
+            with suppress(DamageError, FileNotFoundError):  # damaged, or deleted meanwhile
+                self._copy_checkpoint(best)
         _copy_files(self.run, self.there)  # again: the copy takes long, and this step may have been validated meanwhile
         for path in later_checkpoints:
             if path.name != checkpoint.name and step_of(path) > step_of(checkpoint):  # rolled back
@@ -244,6 +244,14 @@ class Backup:
         self.may_replace = False
         checkpoints.sweep(backup)
         checkpoints.prune(backup, self.limit, self.run.metrics)
+
+    def _copy_checkpoint(self, checkpoint: Path) -> None:
+        self.submitted.add(checkpoint.name)
+        target, is_complete = self.there.checkpoints / checkpoint.name, False
+        with suppress(FileNotFoundError, DamageError):  # checks only the manifest and the sizes
+            is_complete = listed_files(target) == listed_files(checkpoint)
+        if not is_complete:
+            checkpoints.copy(checkpoint, target)
 
 
 def _copy_files(source: RunFolder, target: RunFolder, protected_files: Collection[Path] = ()) -> None:
@@ -255,20 +263,20 @@ def _copy_files(source: RunFolder, target: RunFolder, protected_files: Collectio
 
 
 def earlier_run(arguments: RunArguments, backup_dir: str | None) -> RunFolder | None:
-    """Return the folder of the run if it has begun, otherwise that of its backup, or None if neither has settings, or
-    if the command will replace them."""
+    """Return the folder of the run, or that of its backup if this has a newer checkpoint or the run has not begun, or
+    None if neither has settings, or if the command will replace them."""
     if arguments.overwrite_output_dir and not restarted().get("has_begun"):
         return None
     run = arguments.folder
-    folders = [run, *([RunFolder(_backup_folder(backup_dir, run.path))] if backup_dir is not None else [])]
-    for folder in folders:
+    folders = []
+    for folder in [run, *([RunFolder(backup_folder(backup_dir, run.path))] if backup_dir is not None else [])]:
         with suppress(OSError):  # the drive of the backup may be gone
             if folder.config.is_file() and folder.is_run():
-                return folder
-    return None
+                folders.append(folder)
+    return max(folders, key=RunFolder.newest_step, default=None)
 
 
-def _backup_folder(backup_dir: str | Path, output_dir: str | Path) -> Path:
+def backup_folder(backup_dir: str | Path, output_dir: str | Path) -> Path:
     return Path(backup_dir) / os.path.basename(os.path.abspath(output_dir))
 
 
