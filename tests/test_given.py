@@ -62,6 +62,24 @@ def test_own_filters_splits_paths_and_lists_are_used(tmp_path):
     assert store.metadata.sources == [str(tmp_path / "a.txt"), "Dataset 2", "Dataset 3"]
 
 
+def test_transforms_and_chosen_columns_are_kept(tmp_path):
+    data = Dataset.from_list([{"raw": text, "text": text.upper()} for text in TEXTS])
+    upper = Dataset.from_list([{"raw": text} for text in TEXTS]).with_transform(
+        lambda rows: {"text": [text.upper() for text in rows["raw"]]}
+    )
+    stores = [data.with_format(columns=["text"]), upper, data.with_format("numpy", columns=["raw"])]
+    starts = []
+    for i, part in enumerate(stores):
+        store = pretokenize(part, tmp_path / f"store{i}", **SETTINGS)
+        starts.append(store.load_tokenizer().decode(store.memory_map("train")[:40])[:8])
+    assert starts == ["0: NAÏVE", "0: NAÏVE", "0: naïve"]
+
+
+def test_the_address_of_an_object_is_not_part_of_a_dataset():
+    first, second = ({"train": iterable([{"text": "a", "image": object()}])} for _ in range(2))
+    assert given.GivenDataset("x", first).identity() == given.GivenDataset("x", second).identity()
+
+
 def test_chats_are_rendered(tmp_path):
     chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}]
     data = Dataset.from_list([{"messages": chat, "n": i} for i in range(100)])
@@ -132,6 +150,7 @@ def failing():
         (iterable([*ROWS[:50], *({"body": "x"} for _ in range(50))]), {}, r"50 records have no text and 50 have text"),
         ({"train": "x"}, {}, r"The data are of the type dict; give a Dataset"),
         (Dataset.from_list(ROWS), {"vocab_siz": 300}, r"Unknown flag --vocab_siz\. Did you mean --vocab_size\?"),
+        (Dataset.from_list(ROWS), {"tokenizer": object()}, r"tokenizer is of the type object; give a name"),
         (Dataset.from_list(ROWS), {"validation_fraction": 2}, r"validation_fraction is 2\.0; it must be above 0 and"),
         (Dataset.from_list(ROWS), {"text_column": "body"}, r"Dataset has no column 'body'; its columns are id, text"),
     ],

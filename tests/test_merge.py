@@ -113,6 +113,14 @@ def test_documents_keep_their_order_and_inputs_have_their_own_weights(tmp_path):
     assert Counter(held_out(store)).most_common(1)[0][1] == 1
 
 
+def test_the_head_of_a_held_out_end_is_separated_from_copies_of_another_input(tmp_path):
+    """No hash holds out one of the six documents, so the end of the last one is held out."""
+    first, second = ([f"{letter} {i} {'word ' * 40}\n" for i in range(3)] for letter in "ab")
+    store = store_of(tmp_path, first, second, weights=(2, 1), fraction=0.001)
+    ends = [ids[-1] for ids in ids_of_documents(store, "train")]
+    assert (ends[:8], len(ends)) == ([0] * 8, 9)
+
+
 def test_weight_one_half_selects_the_same_half_every_time(tmp_path):
     once, half, again = (store_of(tmp_path, DOCUMENTS, weights=weights) for weights in ((), (0.5,), (0.5,)))
     chosen = trained_on(half)

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from common.command_line import FlagParser, run
-from common.errors import Problems
+from common.errors import Problems, UserError
 from common.limits import setting
 from tokenizer.build import export, store_builder
 from tokenizer.build.imported import ImportArguments, import_store
@@ -40,6 +40,7 @@ from tokenizer.corpus.units import Corpus, CorpusArguments
 from tokenizer.encoding.vocabulary import VocabularyArguments
 from tokenizer.store.store import TokenStore
 
+SETTING_TYPES = (str, Path, int, float, list, tuple, type(None))  # of the settings of `pretokenize`
 MAIN = (  # flags that `--help` explains
     *("input", "output", "vocab_size", "tokenizer_type", "tokenizer", "cleaning", "dedup", "text_column"),
     *("validation_fraction", "num_proc"),
@@ -156,6 +157,9 @@ def pretokenize(data: Any, output: str | Path, **settings: Any) -> TokenStore | 
             datasets[dataset.name] = dataset
             item = dataset.name
         inputs.append(str(item))
+    if problems := [name for name, value in settings.items() if not isinstance(value, SETTING_TYPES)]:
+        kind = type(settings[problems[0]]).__name__
+        raise UserError(f"{problems[0]} is of the type {kind}; give a name, a folder or a number.")
     flags = {"input": inputs, "output": str(output)} | settings
     flags = {name: value for name, value in flags.items() if value is not None and (value != [] or name == "cleaning")}
     words = [[f"--{name}", *map(str, _listed(value))] for name, value in flags.items()]

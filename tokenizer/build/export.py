@@ -13,6 +13,7 @@ from common.errors import UserError, disk_errors
 from tokenizer.build import report
 from tokenizer.build.recipe import Recipe
 from tokenizer.corpus.files import PACKED_STORE
+from tokenizer.corpus.given import TYPES
 from tokenizer.corpus.hub import HubDataset
 from tokenizer.store.store import HUB_SPLITS, SPLITS, STORE_FILES, Metadata, TokenStore
 
@@ -143,7 +144,8 @@ def _card(store: TokenStore, rows: int) -> str:
         "metadata": metadata,
         "row_tokens": ROW_TOKENS,
         "sources": list(map(_public, metadata.sources)),
-        "command": _public_command(metadata),
+        # A command cannot name a dataset of a Python program.
+        "command": None if {source.split()[0] for source in metadata.sources} & TYPES else _public_command(metadata),
     }
     return report.render("dataset_card.md.j2", data)
 

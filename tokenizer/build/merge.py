@@ -299,7 +299,7 @@ class Merger:
                 rows["tokens"][row : row + 2] = tail.tokens, rows["tokens"][row] - tail.tokens
                 rows["bytes"][row : row + 2] = tail.bytes, rows["bytes"][row] - tail.bytes
                 rows["ends"][row], rows["starts"][row + 1] = True, True
-                to[row] = TRAIN if tail is progress.end and self.copies[unit] <= 1 else HEAD
+                to[row] = TRAIN if tail is progress.end and max(self.copies) <= 1 else HEAD
         to[~mask | ((to == VAL) & (nth > 0))] = NOWHERE
         in_file = rows["val"] == (source == "val")
         return rows[in_file], to[in_file]

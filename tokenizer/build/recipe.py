@@ -1,6 +1,7 @@
 """Recipe of a token store: all settings that determine its tokens."""
 
 import hashlib
+import os
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -45,8 +46,10 @@ class Recipe:
     @cached_property
     def existing_tokenizer(self) -> "PreTrainedTokenizerBase | SavedTokenizer | None":
         """Tokenizer that the `tokenizer` setting names, or None if the setting is empty."""
-        name = self.vocabulary.tokenizer
-        return None if name is None else SavedTokenizer.read(Path(name)) or vocabulary.load(name)
+        if (name := self.vocabulary.tokenizer) is None:
+            return None
+        name = os.path.expanduser(name)
+        return SavedTokenizer.read(Path(name)) or vocabulary.load(name)
 
     def settings(self) -> dict[str, Any]:
         """Return all settings by flag name, and the content of the files that some of them name."""

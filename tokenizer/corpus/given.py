@@ -7,6 +7,7 @@ interleaved or limited contain other documents than the whole, so several proces
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ SPLITS = ("train", "validation")
 BATCH_RECORDS = 1000  # records
 FREE_BYTES = 500_000_000  # disk space that a dataset of unknown size leaves
 CHECKED_CHARACTERS = FREE_BYTES // 10  # between two checks; JSON writes a character in up to six bytes
+TYPES = {"Dataset", "IterableDataset", "DatasetDict", "IterableDatasetDict", "dict"}  # first words of the names
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class GivenDataset:
                 content = part._fingerprint
             else:
                 with closing(self.records(split)) as records:
-                    content = json.dumps([*itertools.islice(records, COMPARED_RECORDS)], default=str)
+                    content = json.dumps([*itertools.islice(records, COMPARED_RECORDS)], default=_without_address)
             identity.append([f"{self.name}/{split}", rows, int(hashlib.sha256(content.encode()).hexdigest()[:15], 16)])
         return identity
 
@@ -70,9 +72,13 @@ class GivenDataset:
         """Yield the records of a split, or only one column of them. Raise a `UserError` if the dataset fails.
         Close the iterator before another one begins: `datasets` shares state between them, and threads that still
         prefetch for one would make the other skip a record."""
-        part = self.splits[split].with_format(None)
+        part = self.splits[split]
+        is_table = hasattr(part, "num_rows")
+        has_transform = is_table and part.format["type"] == "custom"  # `with_transform`, which may use any column
+        if not has_transform:
+            part = part.with_format(None, columns=part.format["columns"]) if is_table else part.with_format(None)
         try:
-            if column is None or not hasattr(part, "num_rows"):
+            if column is None or has_transform or not is_table:
                 yield from part
                 return
             for batch in part.select_columns([column]).iter(BATCH_RECORDS):
@@ -84,7 +90,7 @@ class GivenDataset:
     def write(self, split: str, column: str, path: Path, limit: Limit) -> None:
         """Write the text of a split as jsonl, up to the limit or more. Raise a `UserError` before the disk is full."""
         documents = characters = next_check = 0
-        with path.open("w", encoding="utf-8") as file:
+        with path.open("w", encoding="utf-8", errors="backslashreplace") as file:  # JSON's escape of a surrogate
             for record in self.records(split, column):
                 value = record.get(column)
                 if isinstance(value, bytes):
@@ -92,8 +98,8 @@ class GivenDataset:
                 messages = chat.normalized(value) or ()
                 text = value if isinstance(value, str) else "".join(each["content"] for each in messages)
                 content = value if isinstance(value, str | list) else None
-                file.write(json.dumps({column: content}, default=lambda value: None) + "\n")
-                documents += isinstance(value, list) or bool(text.strip())
+                file.write(json.dumps({column: content}, ensure_ascii=False, default=lambda value: None) + "\n")
+                documents += bool(text.strip() or messages)
                 characters += len(text)
                 if documents > limit.documents or characters > limit.bytes:
                     return
@@ -102,3 +108,8 @@ class GivenDataset:
                     clause = f"{self.name} has more than {characters / 1e9:.1f} GB of text, and its rest needs at least"
                     remedy = "set max_bytes or max_documents, or name an output on another disk"
                     require_room(path.parent, FREE_BYTES, clause, remedy)
+
+
+def _without_address(value: Any) -> str:
+    """Return the text of a value that JSON does not know, without its address, which differs between processes."""
+    return re.sub(r" at 0x[0-9A-Fa-f]+", "", str(value))
