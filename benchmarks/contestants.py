@@ -236,8 +236,12 @@ def raw(folder: Path, workload: Workload, measurement: Measurement, more: dict[s
 def nanogpt(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
     """Measure nanoGPT: model.py from the clone at `path`, with the training step of its train.py.
 
-    `bf16` adds autocast on a CPU, where nanoGPT's train.py does not use it.
+    `bf16` adds autocast on a CPU, where nanoGPT's train.py does not use it. `keeps_memory` keeps freed memory.
     """
+    from common.machine import keep_freed_memory
+
+    if more.get("keeps_memory"):
+        keep_freed_memory()
     sys.path.insert(0, more["path"])
     from model import GPT, GPTConfig  # nanoGPT's model.py
 

@@ -95,6 +95,7 @@ def page() -> str:
     jinja.filters |= {"counted": counted, "described": described, "spread": with_spread}
     return jinja.get_template("performance.md.j2").render(
         results={kind: results(kind) for kind in ("train-step", "ladder", "generate", "fake")},
+        planned_to_peak=lambda memory: sorted(found["planned_gb"] / found["peak_gb"] for found in memory),
         has_gpu=any(RESULTS.glob("train-step-*-cuda.json")),
         efforts=EFFORTS,
         writers=WRITERS,

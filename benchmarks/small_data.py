@@ -1,4 +1,4 @@
-"""Compare --budget on a small text with the choice of an earlier commit, at equal FLOPs.
+"""Compare --budget on a small text with a GPT-2 for the same FLOPs.
 
 python -m benchmarks.small_data                               # writes docs/small_data.md
 python -m benchmarks.small_data --data my.txt --megabytes 1   # another text: its first MB
@@ -12,7 +12,6 @@ benchmarks/results/small-data-*mb.jsonl.
 
 import json
 import os
-import subprocess
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,9 +32,13 @@ from training.data.run_data import is_store, name_of
 
 FILES = "small-data-*mb.jsonl"
 FLOPS = {1.0: 2e13, 5.0: 1.6e14}  # about four and six epochs of the text
-EARLIER = "1f42d8d"  # the last commit whose rule for a budget was: at most four epochs
-BUDGET, EARLIER_RULE = "`--budget`", "the earlier rule"
 SPARING = {"sample_tokens": 0, "save_total_limit": 2}
+# nanoGPT's config/train_shakespeare_char.py, for the model that --budget chooses for GPT-2.
+NANOGPT = {"learning_rate": 1e-3, "min_learning_rate": 1e-4, "lr_scheduler_type": "cosine"}
+NANOGPT |= {"adam_beta2": 0.99, "weight_decay": 0.1, "initializer_range": 0.02, "tie_word_embeddings": True}
+NANOGPT |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.2)
+BUDGET, GPT2 = "`--budget`", "`--budget --family gpt2`"
+ARMS = {BUDGET: {}, GPT2: {"family": "gpt2"}, "GPT-2, nanoGPT's settings": NANOGPT | {"family": "gpt2"}}
 
 
 @dataclass
@@ -57,9 +60,6 @@ def token_store(options: SmallDataArguments, tokenizer: str | None = None) -> Pa
         settings = {"input": options.data, "output": store, "max_bytes": f"{options.megabytes:g}MB"}
         settings |= {"validation_fraction": 0.1} | ({"tokenizer": tokenizer} if tokenizer else {"vocab_size": 2048})
         run_python("-m", "tokenizer.pretokenize", *as_flags(settings))
-        metadata = json.loads((store / "metadata.json").read_text(encoding="utf-8"))
-        metadata.pop("licenses", None)  # of packages; the earlier commit does not know the key
-        (store / "metadata.json").write_text(json.dumps(metadata, indent=2), encoding="utf-8")
     return store
 
 
@@ -73,14 +73,14 @@ def bits_per_byte(*arguments: Any) -> float:
     return round(json.loads(scores)["eval_bits_per_byte"], 5)
 
 
-def measure(run: dict[str, Any], settings: dict[str, Any], code: Path) -> dict[str, Any]:
-    """Train one run with the code of a folder, in a process with one thread. Return what the run chose, the bits per
-    byte of its validations and of its saved model, and the seconds of the training."""
+def measure(run: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Train one run in a process with one thread. Return what the run chose, the bits per byte of its validations and
+    of its saved model, and the seconds of the training."""
     with tempfile.TemporaryDirectory() as scratch:
         folder, start = Path(scratch) / "run", time.perf_counter()
         flags = as_flags(settings | {"output_dir": folder, "seed": run["seed"]} | SPARING)
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        options = {"cwd": code, "env": environment, "check": False, "capture_output": True}
+        options = {"env": environment, "check": False, "capture_output": True}
         done = run_python("train_accelerate.py", *flags, **options)
         seconds = time.perf_counter() - start
         if done.returncode != 0:
@@ -114,7 +114,7 @@ def train(options: SmallDataArguments, arguments: list[str]) -> None:
         raise UserError(f"--megabytes {options.megabytes:g} has no FLOPs of its own; name them with --flops.")
     store = token_store(options)
     path, budget = RESULTS / f"small-data-{store.name}.jsonl", {"data": store, "budget": f"{flops:g}flops"}
-    arms = {BUDGET: budget, EARLIER_RULE: budget}
+    arms = {name: budget | settings for name, settings in ARMS.items()}
     head, runs = read_runs(path, "run")
     facts = {"data": store.name, "train_tokens": tokens_of(store), "commit": results.commit()}
     head = head or about("small_data", arguments) | facts
@@ -126,22 +126,14 @@ def train(options: SmallDataArguments, arguments: list[str]) -> None:
     costs = {arm: {"flops": flops} if "budget" in settings else {} for arm, settings in arms.items()}
     plan = [{"arm": arm, "seed": seed} | cost for seed in options.seeds for arm, cost in costs.items()]
 
-    with tempfile.TemporaryDirectory() as scratch:
-        earlier = Path(scratch) / "earlier"
-        subprocess.run(["git", "worktree", "add", "--detach", earlier, EARLIER], cwd=results.REPOSITORY, check=True)
+    def work(run: dict[str, Any]) -> None:
+        row = measure(run, arms[run["arm"]])
+        runs[key(run)] = row
+        write_runs(path, head, runs)
+        print(f"{key(run)}: {row['bits_per_byte']:.4f} bits per byte, {row['seconds']} s", flush=True)
 
-        def work(run: dict[str, Any]) -> None:
-            code = earlier if run["arm"] == EARLIER_RULE else results.REPOSITORY
-            row = measure(run, arms[run["arm"]], code)
-            runs[key(run)] = row
-            write_runs(path, head, runs)
-            print(f"{key(run)}: {row['bits_per_byte']:.4f} bits per byte, {row['seconds']} s", flush=True)
-
-        try:
-            with ThreadPoolExecutor(options.workers) as pool:
-                list(pool.map(work, [run for run in plan if key(run) not in runs]))  # raises the error of a failed run
-        finally:
-            subprocess.run(["git", "worktree", "remove", "--force", earlier], cwd=results.REPOSITORY, check=True)
+    with ThreadPoolExecutor(options.workers) as pool:
+        list(pool.map(work, [run for run in plan if key(run) not in runs]))  # raises the error of a failed run
 
 
 def page() -> str:
@@ -160,7 +152,7 @@ def rows_of(path: Path) -> list[list[str]]:
     """Return a row for each kind of run in a result file."""
     head, runs = read_runs(path, "run")
     rows = []
-    for arm in sorted({run["run"]["arm"] for run in runs.values()}, key=lambda arm: (arm == EARLIER_RULE, arm)):
+    for arm in sorted({run["run"]["arm"] for run in runs.values()}, key=lambda arm: [*ARMS, arm].index(arm)):
         of_arm = [run for run in runs.values() if run["run"]["arm"] == arm]
         bits = [run["bits_per_byte"] for run in of_arm]
         error = f" ± {stdev(bits) / len(bits) ** 0.5:.4f}" if len(bits) > 1 else ""

@@ -4,6 +4,7 @@ python -m benchmarks.tokens_to_loss                    # writes docs/tokens_to_l
 python -m benchmarks.tokens_to_loss --seed 7           # other initial weights and data order
 python -m benchmarks.tokens_to_loss --data my.txt      # another text
 python -m benchmarks.tokens_to_loss --budget_hours 0   # only write the page from the result files
+python -m benchmarks.tokens_to_loss --data my.txt --tokens 9437184 --settings_of python-standard-library   # longer runs
 
 Each run is `train_accelerate.py` itself, on one thread. Finished runs are kept: the same command resumes an
 interrupted plan. Their results are in benchmarks/results/tokens-to-loss-*.jsonl.
@@ -43,6 +44,7 @@ UNIT = 12 * 4096  # every share of the tokens is a number of whole steps of ever
 FRACTIONS = ("1/2", "1/3", "1/4")
 SHARES = {"all tokens": Fraction(1)} | {f"{each} of the tokens": Fraction(each) for each in FRACTIONS}
 RESULT, SWITCHES = "Loss by tokens", "One switch at a time, with half of the tokens"
+CIRCUIT, FAMILIES = "Modern: induction circuit", ("GPT-2, tuned", "modern")
 
 
 @dataclass
@@ -50,6 +52,9 @@ class ProofArguments:
     data: str = setting("python-standard-library", "Text or token store.")
     seed: int = setting(1337, "First seed; the deciding runs also use the next one.")
     tokens: int | None = setting(None, f"Tokens of the longest runs. Default: {TOKENS:,}, at most one epoch.")
+    settings_of: str | None = setting(
+        None, "Text with a finished plan, from whose best settings a shorter plan starts, for longer runs."
+    )
     budget_hours: float = setting(6.0, "Maximum CPU-hours of all finished runs.")
     workers: int = setting(2, "Runs at once, on one thread each.", minimum=1)
 
@@ -85,8 +90,39 @@ Search = Generator[Stage, None, Run]
 Loss = Callable[[Run], float]
 
 
-def plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
+def plan(head: dict[str, Any], loss: Loss) -> Generator[Stage]:
     """Yield the stages in order. `loss` is called only for runs of stages that were yielded before."""
+    tokens, seed = head["tokens"], head["seed"]
+    if tuned := head.get("tuned"):
+        changed = {"tokens": tokens, "seed": seed}
+        return plan_from(tuned["GPT-2, tuned"] | changed, tuned["modern"] | changed, loss)
+    return full_plan(tokens, seed, loss)
+
+
+def plan_from(baseline: Run, modern: Run, loss: Loss) -> Generator[Stage]:
+    """Tune the batch and the learning rate of GPT-2 again, and the circuit of the modern recipe."""
+    batches = {f"{size:,} tokens per step": with_batch(baseline, size) for size in (1024, 2048)}
+    baseline = yield from choose("GPT-2: batch", batches, loss)
+    baseline = yield from climb("GPT-2: learning rate", baseline, "learning_rate", loss)
+    half = modern | {"tokens": modern["tokens"] // 2}
+    plain = half | {"induction_init": False}
+    best = yield from choose(CIRCUIT, {"without": plain, "with": half | {"induction_init": True}}, loss)
+    modern |= {"induction_init": best["induction_init"]}
+    shorter = {share: fraction for share, fraction in SHARES.items() if fraction < 1}
+    rows = deciding("GPT-2, tuned", baseline, {"all tokens": 1}) | deciding("modern", modern, shorter)
+    yield Stage(RESULT, rows | {"modern without the circuit, 1/2 of the tokens": [plain]})
+
+
+def deciding(family: str, run: Run, shares: dict[str, Fraction | int]) -> dict[str, list[Run]]:
+    """Return a row for each share of the tokens, with the seed of `run`, which has all tokens, and the next seed."""
+    seeds = (run["seed"], run["seed"] + 1)
+    return {
+        f"{family}, {share}": [run | {"tokens": int(fraction * run["tokens"]), "seed": seed} for seed in seeds]
+        for share, fraction in shares.items()
+    }
+
+
+def full_plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
     # 1. Tune GPT-2, one setting after the other.
     baseline = GPT2 | COSINE | {"learning_rate": 3e-3, "tokens_per_step": 2048, "tokens": tokens, "seed": seed}
     baseline = published = yield from climb("GPT-2: learning rate", baseline, "learning_rate", loss)
@@ -110,16 +146,12 @@ def plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
     scaled = {f"learning_rate {rate:g}": recipe | {"learning_rate": rate} for rate in (0.01, 0.014, 0.02)}
     modern = yield from choose("Modern: Muon's rate", scaled, loss)
     circuit = {"without": modern, "with": modern | {"induction_init": True}}
-    modern = yield from choose("Modern: induction circuit", circuit, loss)
+    modern = yield from choose(CIRCUIT, circuit, loss)
     modern = yield from choose("Modern: second targets", second_targets(modern, (0.0, 0.3, 0.5)), loss)
 
     # 3. Every share of the tokens is its own finished run, with two seeds.
-    rows = {"GPT-2 with initializer_range 0.02, all tokens": [published]}
-    for family, model in {"GPT-2, tuned": baseline, "modern": modern}.items():
-        for share, fraction in SHARES.items():
-            shorter = model | {"tokens": int(fraction * tokens)}
-            rows[f"{family}, {share}"] = [shorter | {"seed": each} for each in (seed, seed + 1)]
-    yield Stage(RESULT, rows)
+    rows = {"GPT-2 with initializer_range 0.02, all tokens": [published]} | deciding("GPT-2, tuned", baseline, SHARES)
+    yield Stage(RESULT, rows | deciding("modern", modern | {"tokens": tokens}, SHARES))
 
     # 4. One switch at a time, at half of the tokens. Without the normalized, untied embedding, all tables have the
     # rate of GPT-2.
@@ -175,7 +207,7 @@ def with_batch(run: Run, tokens_per_step: int) -> Run:
 def progress(head: dict[str, Any], found: dict[str, dict]) -> tuple[dict[str, Stage], Stage | None]:
     """Return the finished stages by title, and the next stage, or None at the end of the plan."""
     finished = {}
-    for stage in plan(head["tokens"], head["seed"], lambda run: found[key(run)]["eval_loss"]):
+    for stage in plan(head, lambda run: found[key(run)]["eval_loss"]):
         if any(key(each) not in found for runs in stage.rows.values() for each in runs):
             return finished, stage
         finished[stage.title] = stage
@@ -233,7 +265,13 @@ def begin(options: ProofArguments, arguments: list[str]) -> dict[str, Any]:
     metadata = json.loads((Path(token_store(options.data)) / "metadata.json").read_text(encoding="utf-8"))
     tokens = min(options.tokens or TOKENS, metadata["train"]["tokens"]) // UNIT * UNIT
     text = {"data": name_of(options.data), "vocab_size": metadata["vocab_size"], "sha256": metadata["train"]["sha256"]}
-    return results.about("tokens_to_loss", arguments) | text | {"tokens": tokens, "seed": options.seed}
+    head = results.about("tokens_to_loss", arguments) | text | {"tokens": tokens, "seed": options.seed}
+    if options.settings_of is None:
+        return head
+    stages, _ = progress(*read_runs(results.RESULTS / f"tokens-to-loss-{options.settings_of}-cpu.jsonl", "settings"))
+    if RESULT not in stages:
+        raise UserError(f"No finished plan for {options.settings_of} is in benchmarks/results; run it first.")
+    return head | {"tuned": {name: stages[RESULT].rows[f"{name}, 1/2 of the tokens"][0] for name in FAMILIES}}
 
 
 def main(arguments: list[str]) -> None:
@@ -272,7 +310,8 @@ def main(arguments: list[str]) -> None:
 
 def page() -> str:
     """Return docs/tokens_to_loss.md with the tables of the result files between its markers."""
-    sections = map(section, sorted(results.RESULTS.glob(FILES)))
+    paths = sorted(results.RESULTS.glob(FILES), key=lambda path: (read_runs(path, "settings")[0]["tokens"], path))
+    sections = map(section, paths)
     return with_results("tokens_to_loss.md", "\n\n".join(sections) or "The plan has not been run yet.")
 
 
@@ -305,7 +344,8 @@ def claim(stage: Stage, found: dict[str, dict]) -> str:
     losses = {name: [found[key(run)]["eval_loss"] for run in runs] for name, runs in stage.rows.items()}
     seconds = {name: sum(found[key(run)]["training_seconds"] for run in runs) for name, runs in stage.rows.items()}
     tuned = "GPT-2, tuned, all tokens"
-    reached = [f"modern, {share}" for share in SHARES if max(losses[f"modern, {share}"]) < min(losses[tuned])]
+    names = [name for share in SHARES if (name := f"modern, {share}") in losses]
+    reached = [name for name in names if max(losses[name]) < min(losses[tuned])]
     if not reached:
         return f"The modern model reaches the final loss of the tuned GPT-2 with none of: {', '.join(SHARES)}."
     new, old = (" and ".join(f"{loss:.4f}" for loss in losses[name]) for name in (reached[-1], tuned))
@@ -319,8 +359,8 @@ def draw(stage: Stage, found: dict[str, dict], path: Path) -> None:
         figure = Figure(figsize=(9, 3.8))
         panels = figure.subplots(1, 2, sharey=True)
         for place, (axes, unit) in enumerate(zip(panels, ("tokens", "training seconds"), strict=True)):
-            for family, color in {"GPT-2, tuned": ORANGE, "modern": BLUE}.items():
-                runs = [found[key(run)] for share in SHARES for run in stage.rows[f"{family}, {share}"]]
+            for family, color in zip(FAMILIES, (ORANGE, BLUE), strict=True):
+                runs = [found[key(run)] for share in SHARES for run in stage.rows.get(f"{family}, {share}", [])]
                 for one in runs:
                     *places, losses = zip(*one["curve"][2:], strict=True)
                     axes.plot(places[place], losses, color=color, alpha=0.25)

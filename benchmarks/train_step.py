@@ -54,6 +54,8 @@ def contestants(nanogpt: str | None, on_cpu: bool) -> dict[str, dict[str, Any]]:
         if on_cpu:  # on a CPU, nanoGPT computes in fp32, and its README turns compilation off
             known["nanoGPT, as its README has it"] = theirs | {"compiled": False}
             known["nanoGPT, compiled, bf16 added"] = theirs | {"bf16": True}
+            allocator = {"bf16": True, "keeps_memory": True}
+            known["nanoGPT, compiled, bf16 and freed memory kept added"] = theirs | allocator
     return known | {"ours, again": {"contestant": "ours"}}
 
 

@@ -120,7 +120,7 @@ class FileFinder:
         records = _saved_by_datasets(folder, entry_names)
         if records == set() and folder == root:
             splits = ", ".join(sorted(entry.name for entry in entries if entry.is_dir()))
-            raise UserError(f"{folder} has no split train; name the folder of a split ({splits}).")
+            raise UserError(f"{folder} has no split train; name the folder of a split ({splits or 'none is there'}).")
         for entry in sorted(entries, key=lambda entry: entry.name):
             if records is not None and entry.name not in records:
                 continue
