@@ -229,6 +229,7 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
     def __init__(self, config: GPT2ScratchConfig):
         super().__init__(config)
         config.validate_architecture()  # `from_pretrained(path, field=value)` changes one without a check
+        config.validate()  # the rules of Transformers, by which it could not be saved
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wte.initial_std = 1.0 if config.has_large_embedding else None
         self.ln_e = normalization(config) if config.is_modern else nn.Identity()
@@ -348,12 +349,13 @@ def default_position_ids(
     inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, past_key_values: Cache | None
 ) -> torch.Tensor:
     """Return positions, (B or 1, T), that continue the cache and, given a padding mask, do not count padding."""
-    T = inputs_embeds.shape[1]
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
-        positions = attention_mask.long().cumsum(-1) - 1  # (B, cached + T)
-        return positions[:, -T:].clamp(min=0).to(inputs_embeds.device)
     cached = past_key_values.get_seq_length() if past_key_values is not None else 0
-    return (torch.arange(T, device=inputs_embeds.device) + cached).unsqueeze(0)
+    columns = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + cached  # (T,)
+    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        # (B, cached + T), or the capacity of a static cache. An index beyond a shorter one would abort a GPU's process.
+        positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0).to(columns.device)
+        return positions[:, columns.clamp(max=positions.shape[1] - 1)]
+    return columns.unsqueeze(0)
 
 
 class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):

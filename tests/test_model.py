@@ -326,6 +326,23 @@ def test_chunks_through_a_cache_give_the_logits_of_the_whole_input(tiny, lengths
     torch.testing.assert_close(torch.cat(steps, dim=1), model(ids).logits, rtol=0, atol=1e-5)
 
 
+@torch.no_grad()
+def test_a_mask_as_long_as_a_static_cache_gives_the_logits_of_the_whole_input(tiny):
+    model, ids = tiny(), tokens(2, 12)
+    cache, mask = StaticCache(config=model.config, max_cache_len=16), torch.ones(2, 16, dtype=torch.long)
+    mask[0, :3] = 0  # padding to the left
+    steps = [model(piece, past_key_values=cache, attention_mask=mask).logits for piece in ids.split([5, 6, 1], dim=1)]
+    whole = model(ids, attention_mask=mask[:, :12]).logits
+    torch.testing.assert_close(torch.cat(steps, dim=1)[:, 3:], whole[:, 3:], rtol=0, atol=1e-5)
+
+
+def test_a_changed_field_is_checked_when_the_model_is_built():
+    config = GPT2ScratchConfig(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2, **MODERN)
+    config.rope_parameters = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(Exception, match="original_max_position_embeddings"):
+        GPT2ScratchForCausalLM(config)
+
+
 WAYS_TO_GENERATE = {
     "dynamic_cache": {},
     "static_cache": {"cache_implementation": "static"},
