@@ -4,9 +4,13 @@ python -m tokenizer.pretokenize --input python-standard-library --vocab_size 204
 python -m examples.plain_loop data/plain runs/plain
 python generate.py runs/plain --prompt "def "
 
-The weights are those of train_accelerate.py with the same settings, bit for bit on a CPU.
+With the same store and settings, the weights are those of train_accelerate.py, bit for bit on a CPU. To compare, use
+`python train_accelerate.py --config presets/quickstart.yaml --data data/plain`.
 """
 
+import training.runtime.threads  # noqa: F401  (before torch: all cores)
+
+# isort: split
 import sys
 
 import torch

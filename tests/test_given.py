@@ -68,11 +68,12 @@ def test_transforms_and_chosen_columns_are_kept(tmp_path):
         lambda rows: {"text": [text.upper() for text in rows["raw"]]}
     )
     stores = [data.with_format(columns=["text"]), upper, data.with_format("numpy", columns=["raw"])]
+    stores.append(data.with_format("numpy", columns=["raw"], output_all_columns=True))  # hides none
     starts = []
     for i, part in enumerate(stores):
         store = pretokenize(part, tmp_path / f"store{i}", **SETTINGS)
         starts.append(store.load_tokenizer().decode(store.memory_map("train")[:40])[:8])
-    assert starts == ["0: NAÏVE", "0: NAÏVE", "0: naïve"]
+    assert starts == ["0: NAÏVE", "0: NAÏVE", "0: naïve", "0: NAÏVE"]
 
 
 def test_the_address_of_an_object_is_not_part_of_a_dataset():

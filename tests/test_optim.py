@@ -156,6 +156,8 @@ def test_defaults_follow_the_optimizer_unless_a_flag_or_a_named_file_sets_them(t
     assert (muon.lr_scheduler_type, muon.weight_decay, muon.warmup_steps) == ("warmup_stable_decay", 0.13, 0)
     widths = [read_config(["--data", str(tmp_path), "--n_embd", width]).model for width in ("128", "512")]
     assert [model.initializer_range for model in widths] == [0.051, 0.0255]  # 0.577 / sqrt(n_embd)
+    settings = read_config(["--data", str(tmp_path), "--n_embd", "512"]).settings
+    assert settings.differences({**settings.values, "initializer_range": 0.051}) == []  # a run of an older version
     mine = read("--optimizer", "muon", "--config", str(tmp_path / "mine.yaml"), "--weight_decay", "0.1")
     assert (mine.learning_rate, mine.weight_decay, mine.embedding_learning_rate) == (0.005, 0.1, 0.016)
     large = with_defaults(OptimArguments("muon"), set(), 2**21, GPT2ScratchConfig(**MODERN))

@@ -23,7 +23,7 @@ from training.budget.pacer import FINAL, Pacer
 from training.budget.sizing import Sizing, resolve, seconds_spent, with_vocabulary
 from training.config import TrainConfig, dump_config, read_config
 from training.preflight import check
-from training.runtime import budget
+from training.runtime import budget, restart
 from training.runtime.budget import BudgetArguments, price_in_log, price_of
 from training.runtime.device import Setup
 
@@ -188,8 +188,9 @@ def test_the_vocabulary_of_a_budget_stays_that_of_its_run(store, finished_copy):
         assert with_vocabulary(config, CPU, Setup("bf16", True, "sdpa", ())).vocabulary.vocab_size == size
 
 
-def test_a_run_keeps_its_choice_from_its_first_checkpoint_on(store, finished_copy, tmp_path):
-    """Without one, the machine may be another one. Of folder and backup, the newer one has the choice."""
+def test_a_run_keeps_its_choice_from_its_first_checkpoint_on(store, finished_copy, tmp_path, monkeypatch):
+    """Without one, the machine may be another one. Of folder and backup, the newer one has the choice, except after a
+    restart: the backup may have a run that was replaced."""
     folder = tmp_path / "x"
     shutil.copytree(finished_copy, folder)
     arguments = ["--data", str(store.folder), "--output_dir", str(folder), "--budget", "1e15flops"]
@@ -204,6 +205,9 @@ def test_a_run_keeps_its_choice_from_its_first_checkpoint_on(store, finished_cop
     assert layers() == 9
     shutil.rmtree(folder / "checkpoints")
     assert layers() == 7
+    with monkeypatch.context() as restarting:
+        restarting.setenv(restart.FACTS, '{"has_begun": true}')
+        assert layers() == 9
     shutil.rmtree(tmp_path / "drive")
     assert layers() == choice(store, "--budget 1e15flops", 1e8).option.model.n_layer < 7
 

@@ -14,6 +14,7 @@ After an interruption, the same command resumes. The store is the same to the by
 
 import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
+import numbers
 import os
 import re
 import sys
@@ -40,7 +41,7 @@ from tokenizer.corpus.units import Corpus, CorpusArguments
 from tokenizer.encoding.vocabulary import VocabularyArguments
 from tokenizer.store.store import TokenStore
 
-SETTING_TYPES = (str, Path, int, float, list, tuple, type(None))  # of the settings of `pretokenize`
+SETTING_TYPES = (str, os.PathLike, numbers.Number, list, tuple, type(None))  # of the settings of `pretokenize`
 MAIN = (  # flags that `--help` explains
     *("input", "output", "vocab_size", "tokenizer_type", "tokenizer", "cleaning", "dedup", "text_column"),
     *("validation_fraction", "num_proc"),

@@ -165,6 +165,8 @@ class TrainConfig:
         if self.budget.budget is not None and not self.is_resolved:  # the length is an estimate
             effects["max_steps"] = "free"
         effects |= dict.fromkeys(DERIVED_SETTINGS, "derived")
+        if "initializer_range" not in self.given:  # chosen for new weights; older runs may have another rule's
+            effects["initializer_range"] = "free"
         return RunSettings(self.flat(), defaults, effects, self.changes.allowed)
 
     def problems(self) -> Iterator[str]:

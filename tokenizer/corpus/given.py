@@ -61,7 +61,7 @@ class GivenDataset:
         for split, part in self.splits.items():
             rows = getattr(part, "num_rows", 0)
             if rows:
-                content = part._fingerprint
+                content = part._fingerprint + "transformed" * _is_transformed(part)  # earlier stores lack the transform
             else:
                 with closing(self.records(split)) as records:
                     content = json.dumps([*itertools.islice(records, COMPARED_RECORDS)], default=_without_address)
@@ -76,7 +76,8 @@ class GivenDataset:
         is_table = hasattr(part, "num_rows")
         has_transform = is_table and part.format["type"] == "custom"  # `with_transform`, which may use any column
         if not has_transform:
-            part = part.with_format(None, columns=part.format["columns"]) if is_table else part.with_format(None)
+            columns = part.format["columns"] if is_table and _is_transformed(part) else None
+            part = part.with_format(None, columns=columns) if is_table else part.with_format(None)
         try:
             if column is None or has_transform or not is_table:
                 yield from part
@@ -113,3 +114,9 @@ class GivenDataset:
 def _without_address(value: Any) -> str:
     """Return the text of a value that JSON does not know, without its address, which differs between processes."""
     return re.sub(r" at 0x[0-9A-Fa-f]+", "", str(value))
+
+
+def _is_transformed(part: Any) -> bool:
+    """Return whether `with_transform` or `with_format(columns=...)` hides columns of a `Dataset`."""
+    some = {*part.format["columns"]} != {*part.column_names} and not part.format["output_all_columns"]
+    return part.format["type"] == "custom" or some

@@ -179,7 +179,7 @@ def resolve(
     start = time.monotonic()
     stores = stores or 2 * [open_data(config, accelerator)]
     tokenization = time.monotonic() - start
-    usage = on_main(accelerator, lambda: seconds_spent(events if continues else []) - tokenization)
+    usage = on_main(accelerator, lambda: seconds_spent(events if continues or is_same else []) - tokenization)
     store, sample = stores
     sizes = store.metadata.vocab_size, store.metadata.train.tokens, store.metadata.val.tokens
     sizing = Sizer(config, accelerator, setup, sizes).choose(usage, tokenization, sample)

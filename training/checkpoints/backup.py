@@ -232,11 +232,6 @@ class Backup:
             discard(path, checkpoints.FILES)
         _copy_files(self.run, self.there)  # before the checkpoint is complete, so that the log always reaches its step
         self._copy_checkpoint(checkpoint)
-        by_step = {step_of(path): path for path in complete_checkpoints(self.run.checkpoints)}
-        best = by_step.get(best_step(self.run.metrics, by_step))
-        if best is not None:  # it may be older than the backup
-            with suppress(DamageError, FileNotFoundError):  # damaged, or deleted meanwhile
-                self._copy_checkpoint(best)
         _copy_files(self.run, self.there)  # again: the copy takes long, and this step may have been validated meanwhile
         for path in later_checkpoints:
             if path.name != checkpoint.name and step_of(path) > step_of(checkpoint):  # rolled back
@@ -244,6 +239,11 @@ class Backup:
         self.may_replace = False
         checkpoints.sweep(backup)
         checkpoints.prune(backup, self.limit, self.run.metrics)
+        by_step = {step_of(path): path for path in complete_checkpoints(self.run.checkpoints)}
+        best = by_step.get(best_step(self.run.metrics, by_step))
+        if best is not None:  # it may be older than the backup
+            with suppress(DamageError, FileNotFoundError):  # damaged, or deleted meanwhile
+                self._copy_checkpoint(best)
 
     def _copy_checkpoint(self, checkpoint: Path) -> None:
         self.submitted.add(checkpoint.name)
@@ -264,16 +264,17 @@ def _copy_files(source: RunFolder, target: RunFolder, protected_files: Collectio
 
 def earlier_run(arguments: RunArguments, backup_dir: str | None) -> RunFolder | None:
     """Return the folder of the run, or that of its backup if this has a newer checkpoint or the run has not begun, or
-    None if neither has settings, or if the command will replace them."""
-    if arguments.overwrite_output_dir and not restarted().get("has_begun"):
+    None if neither has settings, or if the command will replace them. After a restart, it is the run's own."""
+    is_restart = restarted().get("has_begun")
+    if arguments.overwrite_output_dir and not is_restart:
         return None
-    run = arguments.folder
-    folders = []
-    for folder in [run, *([RunFolder(backup_folder(backup_dir, run.path))] if backup_dir is not None else [])]:
+    run, steps = arguments.folder, {}
+    has_backup = backup_dir is not None and not is_restart
+    for folder in [run, *([RunFolder(backup_folder(backup_dir, run.path))] if has_backup else [])]:
         with suppress(OSError):  # the drive of the backup may be gone
             if folder.config.is_file() and folder.is_run():
-                folders.append(folder)
-    return max(folders, key=RunFolder.newest_step, default=None)
+                steps[folder] = folder.newest_step()
+    return max(steps, key=steps.get, default=None)
 
 
 def backup_folder(backup_dir: str | Path, output_dir: str | Path) -> Path:

@@ -16,9 +16,8 @@ from training.checkpoints.checkpoint import TrainState
 from training.data.run_data import find_cached
 from training.step.optim import OptimArguments
 
-# Model fields that a resumed run may change. Dropout and initial weights are reported as settings. `use_cache` affects
-# only generation.
-MAY_DIFFER = {"embd_pdrop", "attn_pdrop", "resid_pdrop", "initializer_range", "use_cache"}
+# Model fields that a resumed run may change. Dropout is reported as a setting. `use_cache` affects only generation.
+MAY_DIFFER = {"embd_pdrop", "attn_pdrop", "resid_pdrop", "use_cache"}
 TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # allowed together with a changed tokenizer
 
 
@@ -87,7 +86,8 @@ def compare(
     old = old | {name: getattr(checkpoint_model, name) for name in fields} | state.settings
     new = {name: getattr(model, name) for name in fields} | dict(new)
     differences = {name: _sentence(name, new, old) for name in new if name in old and new[name] != old[name]}
-    exceptions = settings.allowed | (TOKEN_IDS if "tokenizer" in settings.allowed | differences.keys() else set())
+    exceptions = settings.allowed | {name for name, meaning in settings.resume.items() if meaning == "free"}
+    exceptions |= TOKEN_IDS if "tokenizer" in settings.allowed | differences.keys() else set()
     refusals = []
     for name, sentence in differences.items():
         if name in fields and not _has_same_shapes(checkpoint_model, name, new[name]):
