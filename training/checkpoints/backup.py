@@ -45,7 +45,7 @@ class BackupArguments:
     def problems(self, output_dir: str | Path) -> Iterator[str]:
         if self.backup_dir is None:
             return
-        run, backup = Path(output_dir).resolve(), backup_folder(self.backup_dir, output_dir).resolve()
+        run, backup = Path(output_dir).resolve(), _backup_folder(self.backup_dir, output_dir).resolve()
         if run == backup or run in backup.parents:
             yield (
                 f"backup_dir {self.backup_dir} puts the backup into the run's own folder; name a folder on another "
@@ -65,7 +65,7 @@ class Backup:
 
     def __init__(self, backup_dir: str | Path, run: RunFolder, limit: int | None, say: Callable[[str], None]):
         """`limit` is the number of newest checkpoints to keep. `say` is also called from another thread."""
-        self.run, self.there = run, RunFolder(backup_folder(backup_dir, run.path))
+        self.run, self.there = run, RunFolder(_backup_folder(backup_dir, run.path))
         self.limit, self.say = limit, say
         self.first_step = 0
         self.may_replace = False
@@ -270,14 +270,14 @@ def earlier_run(arguments: RunArguments, backup_dir: str | None) -> RunFolder | 
         return None
     run, steps = arguments.folder, {}
     has_backup = backup_dir is not None and not is_restart
-    for folder in [run, *([RunFolder(backup_folder(backup_dir, run.path))] if has_backup else [])]:
+    for folder in [run, *([RunFolder(_backup_folder(backup_dir, run.path))] if has_backup else [])]:
         with suppress(OSError):  # the drive of the backup may be gone
             if folder.config.is_file() and folder.is_run():
                 steps[folder] = folder.newest_step()
     return max(steps, key=steps.get, default=None)
 
 
-def backup_folder(backup_dir: str | Path, output_dir: str | Path) -> Path:
+def _backup_folder(backup_dir: str | Path, output_dir: str | Path) -> Path:
     return Path(backup_dir) / os.path.basename(os.path.abspath(output_dir))
 
 
