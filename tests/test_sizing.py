@@ -19,8 +19,9 @@ from common.settings_file import read_yaml
 from conftest import TWO_PROCESSES, assert_user_error, flags, lines, reset_accelerate
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
+from training.budget.earlier import EarlierRun
 from training.budget.pacer import FINAL, Pacer
-from training.budget.sizing import Sizing, resolve, seconds_spent, with_vocabulary
+from training.budget.sizing import Sizing, resolve, with_vocabulary
 from training.config import TrainConfig, dump_config, read_config
 from training.preflight import check
 from training.runtime import budget, restart
@@ -373,7 +374,7 @@ def test_a_restart_counts_from_the_first_step_not_from_the_text(monkeypatch):
     events = [("begun", 50), ("restarted", 20), ("resumed", 15)]
     events = [{"event": name, "time": (now - timedelta(seconds=ago)).isoformat()} for name, ago in events]
     monkeypatch.setenv("GPT2SCRATCH_RESTART", '{"has_begun": true}')
-    assert seconds_spent(events) == pytest.approx(45, abs=1)
+    assert EarlierRun({}, events, 0).seconds_spent() == pytest.approx(45, abs=1)
 
 
 def pacer(time_estimate: int, time_to_end: float) -> Pacer:

@@ -3,12 +3,9 @@
 import math
 import time
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
-import psutil
 from accelerate import Accelerator
 
 from common.command_line import fill
@@ -18,12 +15,8 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.corpus.units import Corpus
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
+from training.budget.earlier import EarlierRun
 from training.budget.throughput import Throughput, assumed_speed, measure_speed, validation_tokens
-from training.checkpoints.backup import earlier_run
-from training.checkpoints.checkpoint import step_of
-from training.checkpoints.metrics import read_events
-from training.checkpoints.run_folder import RunFolder, is_checkpoint, run_of
-from training.checkpoints.status import hours
 from training.config import CHOICES, LENGTHS, PRESETS, TrainConfig
 from training.log.speed import flops_per_token
 from training.preflight import available_memory, make_plan, open_data
@@ -32,7 +25,6 @@ from training.runtime.console import printer
 from training.runtime.device import Setup
 from training.runtime.distributed import on_main
 from training.runtime.hardware import DEFAULT_MFU, FILLS_A_GPU, RENTALS, device_name, peak_flops, reported_mfu
-from training.runtime.restart import restarted
 from training.step.induction import induction_problems
 from training.step.model import ModelArguments, model_config
 from training.step.optim import SECOND_TARGET_SHARE, OptimArguments, with_defaults
@@ -153,42 +145,41 @@ def resolve(
         return _shortened(config, accelerator, stores), None
     if stores is None:
         config = with_vocabulary(config, accelerator, setup)
-    (earlier_settings, events, done), values = on_main(accelerator, lambda: _earlier(config)), {}
-    is_same = all(earlier_settings.get(name) == value for name, value in vars(config.budget).items())
-    has_begun = done or restarted().get("has_begun")  # otherwise, the machine may be another one
-    repeats = is_same and has_begun and (config.budget.budget is not None or not LENGTHS & config.flags)
-    if repeats:
-        is_longer = config.is_resolved and LENGTHS & config.flags
-        decided = config.given | LENGTHS if is_longer else config.given - LENGTHS
-        old = config.settings.defaults | earlier_settings  # a setting that a file lacks had its default
-        values = {name: old[name] for name in CHOICES - decided - (LENGTHS - earlier_settings.keys())}
-        config = config.with_settings(values, "file")
-    if "max_steps" in values:
-        if LENGTHS & config.flags:
-            printer(accelerator)(
-                f"The budget has set the length of {config.run.output_dir}, {values['max_steps']:,} steps; to change "
-                "it, use --resume_from_checkpoint with the new length."
-            )
-        return config.with_settings(dict.fromkeys(LENGTHS - {"max_steps"})), None
+    run = on_main(accelerator, lambda: EarlierRun.of(config))
+    if repeats := run.is_repeated_by(config):
+        has_new_length = bool(config.is_resolved and LENGTHS & config.flags)
+        config = run.restore(config, has_length=not has_new_length)
+        if "max_steps" in run.settings and not has_new_length:
+            return _with_fixed_length(config, accelerator), None
     if config.is_resolved:
         return config, None
     continues = repeats or config.run.resume_from_checkpoint is not None
-    if continues:  # in the same way: a setting that the file lacks had its default
-        old = config.settings.defaults | earlier_settings
-        config = config.with_settings({name: old[name] for name in CHOICES - LENGTHS - config.given}, "file")
+    if continues and not repeats:
+        config = run.restore(config)
     start = time.monotonic()
     stores = stores or 2 * [open_data(config, accelerator)]
     tokenization = time.monotonic() - start
-    usage = on_main(accelerator, lambda: seconds_spent(events if continues or is_same else []) - tokenization)
+    counted_run = run if continues or run.has_budget_of(config) else replace(run, events=[])
+    usage = on_main(accelerator, lambda: counted_run.seconds_spent() - tokenization)
     store, sample = stores
     sizes = store.metadata.vocab_size, store.metadata.train.tokens, store.metadata.val.tokens
     sizing = Sizer(config, accelerator, setup, sizes).choose(usage, tokenization, sample)
     settings = sizing.option.settings
     adds_steps = sizing.deadline is not None and continues and not config.cost.plan  # a plan is of the new steps
-    if adds_steps and done:
+    if adds_steps and run.step:
         most_steps = int(sizing.option.most_tokens / settings["tokens_per_step"])
-        settings = settings | {"max_steps": max(done, min(done + settings["max_steps"], most_steps))}
+        settings = settings | {"max_steps": max(run.step, min(run.step + settings["max_steps"], most_steps))}
     return config.with_settings(settings), sizing
+
+
+def _with_fixed_length(config: TrainConfig, accelerator: Accelerator) -> TrainConfig:
+    """Return the configuration with the length in steps that the budget has set earlier, in place of a given one."""
+    if LENGTHS & config.flags:
+        printer(accelerator)(
+            f"The budget has set the length of {config.run.output_dir}, {config.length.max_steps:,} steps; to change "
+            "it, use --resume_from_checkpoint with the new length."
+        )
+    return config.with_settings(dict.fromkeys(LENGTHS - {"max_steps"}))
 
 
 def with_vocabulary(config: TrainConfig, accelerator: Accelerator, setup: Setup) -> TrainConfig:
@@ -196,7 +187,7 @@ def with_vocabulary(config: TrainConfig, accelerator: Accelerator, setup: Setup)
     the run in the folder. Speed and tokens are assumed, because equal commands must build equal stores."""
     if not (config.budget.chooses and config.trains_bpe) or config.has_model_file or "vocab_size" in config.given:
         return config
-    if (size := on_main(accelerator, lambda: _earlier(config)[0].get("vocab_size"))) is not None:
+    if (size := on_main(accelerator, lambda: EarlierRun.of(config).settings.get("vocab_size"))) is not None:
         return config.with_settings({"vocab_size": size}, "file")
     n_bytes = on_main(accelerator, lambda: _bytes_of_text(config))
     sizes = scaling.SMALLEST_VOCABULARY, max(1, int(n_bytes / BYTES_PER_TOKEN)), SCORED_TOKENS
@@ -477,23 +468,3 @@ class Sizer:
             f"the first step of the smallest model, {VALIDATIONS} validations and checkpoints take about "
             f"{self._seconds(model, batch):.0f} s; use a larger one."
         )
-
-
-def _earlier(config: TrainConfig) -> tuple[dict[str, Any], list[dict[str, Any]], int]:
-    """Return the settings and events of the run that this command continues, from its folder or its backup, and the
-    step of the checkpoint that it continues from, or 0."""
-    source = config.run.resume_from_checkpoint
-    folder = None if config.cost.plan else earlier_run(config.run, config.backup.backup_dir)
-    step = folder.newest_step() if folder is not None else 0
-    if source is not None and not step:
-        step = step_of(path) if is_checkpoint(path := Path(source)) else RunFolder(run_of(path)).newest_step()
-    return ({}, [], step) if folder is None else (read_yaml(folder.config), read_events(folder.events), step)
-
-
-def seconds_spent(events: list[dict[str, Any]]) -> float:
-    """Return the seconds since the start of this process, and of the earlier processes with these events."""
-    if restarted().get("has_begun"):  # the process is the one before the restart, also before the text was tokenized
-        return 3600 * hours(events, datetime.now(UTC))
-    start = psutil.Process().create_time()
-    earlier_events = [event for event in events if datetime.fromisoformat(event["time"]).timestamp() < start]
-    return time.time() - start + 3600 * hours(earlier_events)
