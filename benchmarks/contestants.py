@@ -112,7 +112,7 @@ def memory_map(folder: Path) -> Callable[[], np.ndarray]:
 
 
 def ours(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
-    """Measure `accelerate launch train_accelerate.py` with default settings on the workload, from the run's own log."""
+    """Measure `accelerate launch train_accelerate.py` on the workload, from the run's own log."""
     run = folder / f"run-{os.getpid()}"
     steps = measurement.warmup + measurement.windows * measurement.steps
     settings = {
@@ -123,6 +123,7 @@ def ours(folder: Path, workload: Workload, measurement: Measurement, more: dict[
         **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), workload.dropout),
         "tokens_per_step": workload.tokens,
         "per_device_train_batch_size": workload.sequences,
+        "torch_compile": "true",  # as the default does for a run of usual length
         "max_steps": steps,
         "warmup_steps": 1,
         # A window must consist of whole log lines.

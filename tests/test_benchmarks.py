@@ -59,6 +59,7 @@ def test_the_train_step_benchmark_measures_a_run(tmp_path, monkeypatch):
     speed = 128_000 / ours["milliseconds_a_step"]["median"]
     assert ours["tokens_per_second"]["median"] == pytest.approx(speed, rel=0.01)
     assert ours["graph_breaks"] == ours["recompiles"] == 0
+    assert ", compiled, " in ours["device_line"]
     assert "\n### nano (2 layers, width 128, vocabulary 4,096), 1 x 128 tokens per step\n" in performance.page()
 
 
