@@ -10,8 +10,8 @@ import pytest
 
 from conftest import REPOSITORY, TINY, flags
 from training.log.screen import Screen, line_of, parts_of, sparkline
-from training.runtime.budget import Price
 from training.runtime.console import clock, perplexity, wrapped
+from training.runtime.price import Price
 
 FREE = Price("", None, None, "")
 ENTRY = {"step": 100, "loss": 3.2141, "learning_rate": 6e-4, "grad_norm": 0.4237, "tokens_per_second": 683_000.0}

@@ -24,9 +24,9 @@ from training.budget.pacer import FINAL, Pacer
 from training.budget.sizing import Sizing, resolve, with_vocabulary
 from training.config import TrainConfig, dump_config, read_config
 from training.preflight import check
-from training.runtime import budget, restart
-from training.runtime.budget import BudgetArguments, price_in_log, price_of
+from training.runtime import restart
 from training.runtime.device import Setup
+from training.runtime.price import BudgetArguments, price_in_log, price_of
 
 CPU = SimpleNamespace(num_processes=1, is_main_process=True, device=SimpleNamespace(type="cpu"))
 
@@ -61,7 +61,7 @@ def test_the_verdict_has_the_numbers_of_budget_and_need(monkeypatch):
     assert price.verdict(amount, 12 * 3600) == f"120 units available, 96 needed: sufficient, 20% margin; {costs}"
     assert "144 needed: NOT sufficient, 20% too little" in price.verdict(amount, 18 * 3600)
     assert price_of("NVIDIA A100-SXM4-80GB", None, None, 2).units == 16
-    monkeypatch.setattr(budget, "IN_COLAB", True)
+    monkeypatch.setattr("training.runtime.price.IN_COLAB", True)
     assert price_in_log("NVIDIA A100-SXM4-40GB", 1.5, 1).so_far(1800, 5400) == "$0.75 of $3.00  4.00 of 16.00 units"
     assert price_in_log("", None, 1).so_far(1800, None) == ""
     assert price_of("NVIDIA A100-SXM4-80GB", None, 3.5, 2).dollars == 3.5

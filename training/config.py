@@ -31,9 +31,9 @@ from training.log.profile import ProfileArguments
 from training.log.trackers import LoggingArguments
 from training.plan.compatibility import MAY_DIFFER, ChangeArguments, RunSettings
 from training.plan.plan import LengthArguments
-from training.runtime.budget import BudgetArguments
 from training.runtime.device import DeviceArguments
 from training.runtime.hardware import CostArguments
+from training.runtime.price import BudgetArguments
 from training.step.induction import induction_problems
 from training.step.model import ModelArguments
 from training.step.optim import OptimArguments, with_defaults

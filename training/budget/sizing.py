@@ -20,11 +20,11 @@ from training.budget.throughput import Throughput, assumed_speed, measure_speed,
 from training.config import CHOICES, LENGTHS, PRESETS, TrainConfig
 from training.log.speed import flops_per_token
 from training.preflight import available_memory, make_plan, open_data
-from training.runtime.budget import Price, price_of
 from training.runtime.console import printer
 from training.runtime.device import Setup
 from training.runtime.distributed import on_main
 from training.runtime.hardware import DEFAULT_MFU, FILLS_A_GPU, RENTALS, device_name, peak_flops, reported_mfu
+from training.runtime.price import Price, price_of
 from training.step.induction import induction_problems
 from training.step.model import ModelArguments, model_config
 from training.step.optim import SECOND_TARGET_SHARE, OptimArguments, with_defaults

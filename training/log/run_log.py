@@ -18,8 +18,8 @@ from training.log.screen import Screen
 from training.log.speed import Speed
 from training.log.trackers import log_to_trackers, open_trackers
 from training.plan.run import Run
-from training.runtime.budget import price_in_log
 from training.runtime.hardware import FILLS_A_GPU, device_name, reported_mfu
+from training.runtime.price import price_in_log
 from training.step.size import size_of
 
 LINES_OF_ETA = 100  # last log lines whose mean speed gives the ETA

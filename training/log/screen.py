@@ -15,8 +15,8 @@ from common.errors import counted
 from common.progress import IN_NOTEBOOK
 from training.checkpoints.metrics import comparable_loss, scores_more
 from training.log.speed import in_words
-from training.runtime.budget import Price
 from training.runtime.console import FLUSHED_PRINT, clock, perplexity, say
+from training.runtime.price import Price
 
 FRAMES_PER_SECOND = 4
 LONG_SILENCE = 60  # seconds without output before progress is printed, if no terminal shows it

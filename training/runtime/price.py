@@ -1,4 +1,4 @@
-"""Budget of a run in time, dollars, Colab compute units or floating-point operations."""
+"""Amounts of time, dollars, Colab compute units or floating-point operations, and the prices of devices."""
 
 import math
 import os
