@@ -27,7 +27,7 @@ def chat_of(record: dict[str, Any]) -> dict[str, Messages]:
     """Return the chat of a record as `messages`: of `messages`, of ShareGPT's `conversations`, of TRL's `prompt` and
     `completion`, or of Alpaca's `instruction`, `input` and `output`. Raise a `ValueError` if it has no assistant's
     turn that answers another one."""
-    found = record.get("messages", record.get("conversations"))
+    found = next((record[name] for name in ("messages", "conversations") if record.get(name) is not None), None)
     if found is None and {"prompt", "completion"} <= record.keys():
         found = turns(record["prompt"], "user") + turns(record["completion"], "assistant")
     if found is None and {"instruction", "output"} <= record.keys():

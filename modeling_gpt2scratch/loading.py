@@ -23,6 +23,7 @@ from transformers.utils import logging
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 WEIGHTS, SHARDS, INDEX = "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+TEMPLATES = "additional_chat_templates/*.jinja"
 OLD_TOKENIZER = ("vocab.json", "merges.txt", "added_tokens.json")
 MISFIT = "its weights do not fit its config.json"
 LFS_POINTER = b"version https://git-lfs"

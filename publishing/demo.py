@@ -28,6 +28,7 @@ from common.errors import Problems, UserError
 from common.limits import setting
 from common.removal import renew
 from common.settings_file import read_yaml
+from modeling_gpt2scratch.loading import TOKENIZER
 from publishing.demo_models import EXAMPLES, MAX_MODELS, DemoModel, on_hub
 from publishing.upload import Repository, check_access, check_models, check_repo_id, upload
 from training.checkpoints.checkpoint import complete_checkpoints, step_of
@@ -152,7 +153,9 @@ def find_models(name: str) -> tuple[list[DemoModel], list[str], list[str]]:
             facts += [f"validation loss {entry['eval_loss']:.2f}", f"{entry['eval_bits_per_byte']:.2f} bits per byte"]
         models.append(DemoModel(f"{title}, {facts.pop(0)}" if is_checkpoint(folder) else title, str(folder), facts))
     samples = [*chain(*[*read_samples(run.samples).values()][-1:])]
-    prompts = read_yaml(run.config).get("sample_prompts") or [text[:PROMPT_CHARACTERS] for text in samples]
+    is_chat = (run.model / TOKENIZER[-1]).is_file()  # its texts begin with control tokens
+    openings = [text[:PROMPT_CHARACTERS] for text in samples if not is_chat]
+    prompts = read_yaml(run.config).get("sample_prompts") or openings
     return models, prompts, samples
 
 

@@ -10,7 +10,7 @@ from common.errors import UserError
 from common.removal import renew
 from modeling_gpt2scratch import GPT2ScratchConfig, configuration_gpt2scratch, loading
 from modeling_gpt2scratch.conversion_gpt2scratch import native_kind, save, to_native
-from modeling_gpt2scratch.loading import CONFIG, GENERATION, INDEX, SHARDS, TOKENIZER, WEIGHTS
+from modeling_gpt2scratch.loading import CONFIG, GENERATION, INDEX, SHARDS, TEMPLATES, TOKENIZER, WEIGHTS
 from publishing.card import FolderArguments, model_card
 from publishing.gguf_file import logit_difference, write_gguf
 from publishing.onnx_file import onnx_config, write_onnx
@@ -22,7 +22,7 @@ from training.checkpoints.run_folder import HUB_FILES
 
 # Only these files are copied: no optimizer state, no logs with paths, no unrelated files.
 CODE = ("configuration_gpt2scratch.py", "modeling_gpt2scratch.py")
-PUBLIC_FILES = (WEIGHTS, SHARDS, INDEX, CONFIG, GENERATION, *TOKENIZER, *CODE)
+PUBLIC_FILES = (WEIGHTS, SHARDS, INDEX, CONFIG, GENERATION, *TOKENIZER, TEMPLATES, *CODE)
 OUR_CODE = Path(configuration_gpt2scratch.__file__).parent
 RELEASED_CODE = Path(__file__).with_name("released_code.txt")  # SHA-256 and name of each version of CODE
 TWIN = "native"  # name of the subfolder with the native twin
@@ -37,8 +37,7 @@ def assemble(
     model, tokenizer, ids = release.model, release.tokenizer, reference.text
     renew(destination, "hub", HUB_FILES)
     if options.has_code:
-        for path in model_files(release.folder, PUBLIC_FILES):
-            shutil.copy(path, destination / path.name)
+        _copy(release.folder, PUBLIC_FILES, destination)
         if not options.trust_folder_code:
             for name in CODE:  # the current version, which also loads models of older ones
                 shutil.copy(OUR_CODE / name, destination / name)
@@ -48,11 +47,13 @@ def assemble(
         twin = twin.to(release.dtype) if twin.config.model_type == "gpt2" else twin
         save(twin, tokenizer, destination / TWIN if options.has_twin else destination)
     if options.onnx_types and not options.has_weights:
-        for path in model_files(release.folder, (GENERATION, *TOKENIZER)):
-            shutil.copy(path, destination / path.name)
+        _copy(release.folder, (GENERATION, *TOKENIZER, TEMPLATES), destination)
         write_atomic(destination / CONFIG, json.dumps(onnx_config(model.config), indent=2) + "\n")
-    if (path := destination / GENERATION).is_file():
-        _set(path, "eos_token_id", model.generation_config.eos_token_id)  # the tokens that end a text
+    if (destination / CONFIG).is_file():
+        if not (destination / GENERATION).is_file():
+            model.generation_config.save_pretrained(destination)
+        # The tokens that end a text.
+        _set(destination / GENERATION, "eos_token_id", model.generation_config.eos_token_id)
     for path in destination.rglob("tokenizer_config.json"):
         _set(path, "auto_map", None)  # code of the tokenizer's author
     for plot in release.plots:
@@ -68,11 +69,17 @@ def assemble(
     set_default_permissions(destination)
 
 
+def _copy(folder: Path, patterns: tuple[str, ...], destination: Path) -> None:
+    for name in model_files(folder, patterns):
+        (destination / name).parent.mkdir(exist_ok=True)
+        shutil.copy(folder / name, destination / name)
+
+
 def check_code(folder: Path) -> None:
     """Raise a `UserError` for Python files that are not from a version of this project. They would run on every machine
     that loads the published model."""
     hashes = set(RELEASED_CODE.read_text(encoding="utf-8").split())
-    for path in model_files(folder, CODE):
+    for path in (folder / name for name in model_files(folder, CODE)):
         if file_sha256(path) not in {*hashes, file_sha256(OUR_CODE / path.name)}:
             raise UserError(
                 f"{path} does not match any version of this project; read it, then add --trust_folder_code to publish "

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +78,7 @@ class PublishedModel:
         if names := [name for name in (CONFIG, TOKENIZER[0]) if not (folder / name).is_file()]:
             raise UserError(f"{folder} cannot be published: it lacks {', '.join(names)}.")
         for path in run.files if run is not None else [folder / "README.md"]:
-            _own(path)
+            _check_link(path.parent, path.name)
         model, facts = load_own_model(folder, torch.float32), facts_of(run) if run is not None else None
         tokenizer = vocabulary.load(folder)
         add_turn_end(model, tokenizer)  # older versions did not save it
@@ -139,17 +138,22 @@ def hub_folder_of(folder: Path) -> Path:
     return folder.resolve().with_name(f"{folder.resolve().name}-hub")
 
 
-def model_files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    """Return the model's files that match a pattern. Files that a checkpoint's manifest does not list are left out.
-    Raise a `UserError` for a link that leads out of the folder."""
-    names = checkpoints.listed_files(folder) if is_checkpoint(folder) else [path.name for path in folder.iterdir()]
-    paths = [folder / name for name in names if "/" not in name]
-    return [_own(path) for path in paths if path.is_file() and any(fnmatch(path.name, name) for name in patterns)]
+def model_files(folder: Path, patterns: tuple[str, ...]) -> list[str]:
+    """Return the names of the model's files that match a pattern. Files that a checkpoint's manifest does not list are
+    left out. Raise a `UserError` for a link that leads out of the folder."""
+    paths = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    if is_checkpoint(folder):
+        listed = checkpoints.listed_files(folder)
+        names = [name for name in names if name in listed]
+    for name in names:
+        _check_link(folder, name)
+    return names
 
 
-def _own(path: Path) -> Path | None:
-    with model_errors(f"{path.parent} cannot be published: {{}}; replace the link by the file."):
-        return own_file(path.parent, path.name)
+def _check_link(folder: Path, name: str) -> None:
+    with model_errors(f"{folder} cannot be published: {{}}; replace the link by the file."):
+        own_file(folder, name)
 
 
 def in_short(number: int) -> str:

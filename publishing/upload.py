@@ -7,6 +7,7 @@ arrived are not sent again. (`upload_folder` makes several commits if Xet is ins
 
 import errno
 import filecmp
+import glob
 import json
 import re
 import tempfile
@@ -140,7 +141,9 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
             hub.create_branch(**target, branch=repository.branch, exist_ok=True)
             is_copy = hub.repo_info(**on_branch).sha == hub.repo_info(**target).sha
         names = hub.list_repo_files(**on_branch)
-        patterns = [f"/{pattern}" for pattern in HUB_FILES] if is_model else []  # `*` does not match a slash
+        own = glob.escape(repo_id.split("/")[1])  # begins the names of this project's GGUF files
+        # `*` does not match a slash.
+        patterns = [f"/{pattern}".replace("/*-", f"/{own}-") for pattern in HUB_FILES] if is_model else []
         stale = [name for name in sorted({*names} - paths.keys()) if any(map(PurePosixPath("/", name).match, patterns))]
         if is_model and "README.md" in names and not is_copy:
             with tempfile.TemporaryDirectory() as cache:

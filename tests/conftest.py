@@ -60,6 +60,7 @@ MODERN_RUN = {"rope_theta": 100, "normalization": "rms_norm", "use_bias": False,
 MODERN = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "normalization": "rms_norm"}
 MODERN |= {"use_bias": False, "activation_function": "relu2", "attention_scale": 0.5}
 
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 ACCELERATE = ("-m", "accelerate.commands.launch", "--quiet")
 TWO_PROCESSES = (*ACCELERATE, "--config_file", "launch/two_cpu_processes.yaml")
 

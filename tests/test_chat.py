@@ -8,9 +8,9 @@ import pytest
 from test_corpus import write, write_records
 
 from common import chat_rendering
-from conftest import assert_one_sentence, assert_user_error, tokenized
+from conftest import CHATML_TOKENS, assert_one_sentence, assert_user_error, tokenized
 from tokenizer import pretokenize
-from tokenizer.corpus.chat import CHATML, CHATML_TOKENS, MARKS, ChatTemplate, normalized
+from tokenizer.corpus.chat import CHATML, MARKS, ChatTemplate, normalized
 from tokenizer.corpus.documents import Counts, Piece, Reader
 from tokenizer.corpus.units import Corpus, CorpusArguments
 from tokenizer.pretokenize import main

@@ -286,6 +286,10 @@ def test_quotes_and_separators_of_tables(tmp_path):
     assert documents(write(tmp_path / "a.tsv", "\n".join(["id\ttext", *rows]))) == texts
     rows = ['"Hello ""world"""\t6" pipe', "two\t2"]
     assert documents(write(tmp_path / "b.tsv", "\n".join(["prose\tsize (x, y)", *rows]))) == ['Hello "world"', "two"]
+    quoted = '1\t"Title\n\n""Who?"" he\tasked.\n"\n2\t"A ""b""\n""c"""\n'
+    assert documents(write(tmp_path / "c.tsv", f"id\ttext\n{quoted}")) == ['Title\n\n"Who?" he\tasked.\n', 'A "b"\n"c"']
+    rows = '"Title\nof ""two""\nlines"\n"Yes" he said\n"No"\n'
+    assert documents(write(tmp_path / "d.tsv", f"text\n{rows}")) == ['Title\nof "two"\nlines', '"Yes" he said', "No"]
     assert documents(write(tmp_path / "b.csv", "prose,label (0;1;2)\none,0\ntwo,1\n")) == ["one", "two"]
     assert documents(write(tmp_path / "c.csv", "id;prose;size (x, y)\n1;one;3\n2;two;4\n")) == ["one", "two"]
     path = write(tmp_path / "a.csv", 'id;note;"a,\tb,c"\n1;2;one\n3;4;two\n')

@@ -17,13 +17,13 @@ import pytest
 from test_corpus import GOOD, documents, read, refusal, write, write_records
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from conftest import assert_user_error
+from conftest import CHATML_TOKENS, assert_user_error
 from tokenizer.corpus import byte_range, files
 from tokenizer.corpus import documents as documents_module
 from tokenizer.corpus import records as records_module
 from tokenizer.corpus import units as corpus_module
 from tokenizer.corpus.byte_range import ByteRange
-from tokenizer.corpus.chat import CHATML, CHATML_TOKENS, ChatTemplate
+from tokenizer.corpus.chat import CHATML, ChatTemplate
 from tokenizer.corpus.documents import PIECE_BYTES, Counts, Piece, Reader
 from tokenizer.corpus.units import Corpus, CorpusArguments
 from tokenizer.encoding.vocabulary import train_bpe

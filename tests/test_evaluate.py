@@ -107,7 +107,7 @@ def test_two_processes_give_the_same_results(corpus, tmp_path, capsys, launch):
     saved(tmp_path / "model", corpus)
     arguments = (tmp_path / "model", "--data", corpus.folder, "--compare")
     single = evaluated(capsys, *arguments)
-    pair = launch(*TWO_PROCESSES, "-m", "training.evaluate", *arguments, "--json", ACCELERATE_USE_CPU="true")
+    pair = launch(*TWO_PROCESSES, "-m", "training.evaluate", *arguments, "--json")
     assert pair.returncode == 0, pair.stderr
 
     def numbers(results: dict) -> dict[str, float]:

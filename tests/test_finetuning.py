@@ -220,7 +220,9 @@ def test_a_pair_is_text_or_messages_and_its_prompt_may_be_implicit():
 def test_chats_of_other_formats_are_read():
     asked, answer = {"role": "user", "content": "a\n\nb"}, {"role": "assistant", "content": "c"}
     alpaca = {"instruction": "a", "input": "b", "output": "c"}
-    for record in (alpaca, {"prompt": "a\n\nb", "completion": "c"}, {"prompt": [asked], "completion": [answer]}):
+    shared = {"messages": None, "conversations": [{"from": "human", "value": "a\n\nb"}, {"from": "gpt", "value": "c"}]}
+    texts, turns = {"prompt": "a\n\nb", "completion": "c"}, {"prompt": [asked], "completion": [answer]}
+    for record in (alpaca, texts, turns, shared):
         assert finetune_chat.chat_of(record) == {"messages": [asked, answer]}
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from test_corpus import write_records
 
-from conftest import assert_user_error, prose
+from conftest import assert_user_error, prose, tokenized
 from tokenizer.build import merge
 from tokenizer.build.merge import Merger
 from tokenizer.build.recipe import Recipe
@@ -119,6 +119,21 @@ def test_the_head_of_a_held_out_end_is_separated_from_copies_of_another_input(tm
     store = store_of(tmp_path, first, second, weights=(2, 1), fraction=0.001)
     ends = [ids[-1] for ids in ids_of_documents(store, "train")]
     assert (ends[:8], len(ends)) == ([0] * 8, 9)
+
+
+def test_copies_of_a_long_document_in_files_of_two_kinds_are_in_one_split(tmp_path, monkeypatch):
+    """The first piece of a text file and that of a record have other lengths."""
+    monkeypatch.setattr(corpus, "UNIT_BYTES", 1 << 24)
+    texts = [f"Document {i} {'naïve words, ' * 90_000}" for i in range(3)]
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_text(text, encoding="utf-8")
+    write_records(tmp_path / "all.jsonl", [{"text": text} for text in texts])
+    store = tokenized(tmp_path, tmp_path / "store", {"validation_fraction": 0.5}, seed=3, tokenizer_type="character")
+    in_train, in_val = (Counter(text[:10] for text in documents(store, split)) for split in SPLITS)
+    assert in_train + in_val == Counter(dict.fromkeys(["Document 0", "Document 1", "Document 2"], 2))
+    assert in_train
+    assert in_val
+    assert not in_train & in_val
 
 
 def test_weight_one_half_selects_the_same_half_every_time(tmp_path):

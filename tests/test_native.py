@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import ApertusForCausalLM, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
-from conftest import MODERN, prose
+from conftest import CHATML_TOKENS, MODERN, prose
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.conversion_gpt2scratch import convert
-from tokenizer.corpus.chat import CHATML, CHATML_TOKENS
+from tokenizer.corpus.chat import CHATML
 from tokenizer.encoding.vocabulary import character_tokenizer, save, train_bpe
 
 SPECIAL = ["<|endoftext|>", "<|pad|>", "<|im_start|>", "<|im_end|>"]

@@ -11,6 +11,7 @@ import train_accelerate
 from conftest import REPOSITORY, TINY, assert_user_error, error_of, flags, metrics, prose, reset_accelerate, trained
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.budget.forecast import assumed_speed, times_due
+from training.budget.throughput import Throughput
 from training.config import read_config
 from training.data.batches import BatchPlan, DataPosition, WindowOrder
 from training.plan.plan import LengthArguments, Plan, steps_of
@@ -132,6 +133,19 @@ def test_measured_peak_memory_matches_the_run(store, tmp_path, capsys):
     memory = float(re.search(r"measured peak[^:]*: ([\d.]+) GB", output)[1])
     run = trained(store, tmp_path / "run", **shape, max_steps=12, eval_steps=6, save_steps=6)
     assert max(entry.get("peak_memory_gb", 0) for entry in metrics(run)) == pytest.approx(memory, rel=0.1)
+
+
+def test_time_and_cost_of_a_resumed_run_are_those_of_the_steps_left(store, finished, tmp_path, capsys, monkeypatch):
+    speed = Throughput(64.0, "one step per second", startup=0.0)
+    monkeypatch.setattr("training.budget.forecast.measure_speed", lambda *arguments: speed)
+    settings = {"max_steps": 24, "hourly_price": 3600}
+    whole, resumed = (
+        planned(store, tmp_path, capsys, resume_from_checkpoint=source, **settings) for source in (None, finished)
+    )
+    dollars = [float(re.search(r"Cost: +([\d.]+) dollars", output)[1]) for output in (whole, resumed)]
+    assert dollars[1] == pytest.approx(0.75 * dollars[0], abs=0.01)
+    assert " for the 18 steps left at 64 tokens/s" in resumed
+    assert "left" not in whole.split("Disk")[0]
 
 
 DROPOUT = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}

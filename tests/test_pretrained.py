@@ -130,6 +130,10 @@ def test_contradictions_are_refused(gpt2, run, store, tmp_path):
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}] * 2}) + "\n")
     chats = {"data": tmp_path / "chat.jsonl", "chat_template": "chatml", "max_steps": 1}
     refuse(r"lacks <\|im_start\|> and <\|im_end\|>, which end the turns of chatml; train .*finetune_chat", **chats)
+    refuse("no chat template is known; train .*finetune_chat", **chats | {"chat_template": None})
+    chats["chat_template"] = tmp_path / "own.jinja"
+    chats["chat_template"].write_text("{% for it in messages %}<|{{ it.role }}|>{{ it.content }}<|end|>{% endfor %}")
+    refuse(r"lacks <\|end\|>, which end the turns of .*own\.jinja; train .*finetune_chat", **chats)
     refuse("gpt2 is neither a local folder nor a Hub id .* Did you mean openai-community/gpt2", source="gpt2")
     refuse("init_from would be ignored, because resume_from_checkpoint has other weights", resume_from_checkpoint=run)
     branch = flags(resume_from_checkpoint=run, output_dir=tmp_path / "run")

@@ -35,7 +35,7 @@ from conftest import (
 )
 from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchConfig
-from publishing import verify
+from publishing import demo, verify
 from publishing.card import FolderArguments, model_card
 from publishing.hub_folder import CODE, OUR_CODE, RELEASED_CODE, assemble
 from publishing.published_model import PublishedModel, find_folder
@@ -362,7 +362,10 @@ def test_a_model_trained_on_chats_ends_its_answers(tmp_path, checks):
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     store = tokenized(path, tmp_path / "store", {"chat_template": "chatml", "validation_fraction": 0.2}, vocab_size=300)
-    run, ends = trained(store, tmp_path / "run", max_steps=1), [0, store.load_tokenizer().vocab["<|im_end|>"]]
+    run, ends = (
+        trained(store, tmp_path / "run", max_steps=1, sample_prompts=None),
+        [0, store.load_tokenizer().vocab["<|im_end|>"]],
+    )
     release = PublishedModel.read(run / "checkpoints" / "step_00000001")
     card = " ".join(model_card(release, MINE, FolderArguments()).split())
     assert "Unless that text was chats, it was not trained to answer questions" in card
@@ -373,6 +376,15 @@ def test_a_model_trained_on_chats_ends_its_answers(tmp_path, checks):
     assert release.model.generation_config.eos_token_id == ends
     assemble(release, MINE, FolderArguments(), tmp_path / "hub", verify.expect(release))
     assert json.loads((tmp_path / "hub" / "generation_config.json").read_text())["eos_token_id"] == ends
+    settings.unlink()
+    name = "additional_chat_templates/tool_use.jinja"
+    (tmp_path / "old" / name).parent.mkdir()
+    (tmp_path / "old" / name).write_text("{{ messages[0].content }}")
+    release = PublishedModel.read(tmp_path / "old")
+    assemble(release, MINE, FolderArguments(), tmp_path / "hub", verify.expect(release))
+    assert json.loads((tmp_path / "hub" / "generation_config.json").read_text())["eos_token_id"] == ends
+    assert (tmp_path / "hub" / name).is_file()
+    assert demo.find_all([str(run)])[1] == [*demo.EXAMPLES]  # not a part of a control token
 
 
 def test_the_card_shows_only_evaluations_of_its_own_weights(run, tmp_path, capsys):
@@ -545,7 +557,7 @@ def test_a_second_upload_sends_nothing_new_deletes_stale_files_and_keeps_files_o
     commits = len(repository.commits)
     assert upload(folder, MINE).oid == first.oid
     assert (len(repository.commits), hub.uploads()) == (commits, 3)  # the weights and two plots, each sent once
-    user_files = {"notes.md", "tiny-Q4_K_M.gguf", "imatrix/mine-Q8_0.gguf"}
+    user_files = {"notes.md", "tiny-Q4_K_M.gguf", "Other-7B-F16.gguf", "imatrix/mine-Q8_0.gguf"}
     stale = {"native/config.json", "tiny-F16.gguf"}
     new_files = dict.fromkeys(user_files | stale, File(b"x", False))
     repository.commit("main", repository.commits[repository.branches["main"]] | new_files)

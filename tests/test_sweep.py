@@ -71,7 +71,7 @@ def test_the_time_limit_counts_from_the_start_of_the_sweep(store, tmp_path, monk
     assert [sweep.train(["0"], None), sweep.train(["600"], 2)] == [3, 0]
 
 
-def test_all_problems_are_reported_before_the_first_run(store, tmp_path):
+def test_all_problems_are_reported_before_the_first_run(store, tmp_path, monkeypatch):
     arguments = command(store, tmp_path / "sweep", n_head=3, n_embd=16)
     for item, sentence in {
         "learning_rat=1": "Unknown flag --learning_rat. Did you mean --learning_rate?",
@@ -84,6 +84,8 @@ def test_all_problems_are_reported_before_the_first_run(store, tmp_path):
         assert sentence in problems
         assert "n_embd 16 is not divisible by n_head 3." in problems
     assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert_user_error(r"one process, but 2 were started; use python -m training\.sweep", sweep.main, arguments)
 
 
 def test_a_table_has_differing_settings_and_skips_entries_that_are_not_runs(run, train, tmp_path, capsys):

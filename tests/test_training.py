@@ -119,6 +119,7 @@ def test_last_validation_also_scores_the_sample_of_earlier_ones(train, store, tm
     first, end = (entry for entry in metrics(run) if "eval_loss" in entry)
     assert first["eval_tokens"] == 16 + 11  # the last window is short
     assert end["eval_tokens"] == store.metadata.val.tokens - 1
+    assert end["eval_sampled_tokens"] == first["eval_tokens"]
     assert "eval_sampled_loss" not in first
     windows = eval_windows(store, 16, 2, mask_documents=False)
     model = GPT2ScratchForCausalLM.from_pretrained(run / "model").eval()
@@ -139,7 +140,13 @@ def test_last_validation_also_scores_the_sample_of_earlier_ones(train, store, tm
     (stopped / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] < 6))
     for runs, loss in (([run], end["eval_loss"]), ([run, stopped], sample_loss)):  # the other scored only the sample
         compare_runs.main([*map(str, runs), "--output", str(tmp_path / f"{len(runs)}.png")])
-        assert f"| `run` | {loss:.4f} | " in capsys.readouterr().out
+        output = capsys.readouterr().out
+        assert f"| `run` | {loss:.4f} | " in output
+        assert "samples of different sizes" not in output
+    config = (stopped / "config.yaml").read_text()
+    (stopped / "config.yaml").write_text(config.replace("max_eval_samples: 2", "max_eval_samples: 3"))
+    compare_runs.main([str(run), str(stopped), "--output", str(tmp_path / "3.png")])
+    assert "validated on samples of different sizes (max_eval_samples): compare" in capsys.readouterr().out
     for entry, loss in ((first, first["eval_loss"]), (end, sample_loss)):
         row = rf"\| {entry['step']} \| [\d.]+ \| [\d.]+ \| {entry['eval_loss']:.4f} \| {loss:.4f} \| "
         assert re.search(row, report)
@@ -237,6 +244,8 @@ def test_losses_on_a_sample_of_another_size_do_not_count_for_the_best():
     assert [best_evaluation(entries[:n]) for n in (1, 2, 3)] == [entries[0], entries[1], entries[1]]
     assert best_evaluation([entries[2], entries[1]]) == entries[1]
     assert best_evaluation([entries[2], entries[1] | {"eval_loss": 3.2}]) == entries[2]  # earlier ones were pruned
+    last = entries[2] | {"eval_sampled_tokens": 16}  # changed after the second
+    assert best_evaluation([*entries[:2], last]) == entries[0]
 
 
 def test_a_moved_run_resumes_and_a_missing_checkpoint_lists_the_others(train, tmp_path):

@@ -18,10 +18,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, pro
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from benchmarks.long_words import TEXTS
-from conftest import REPOSITORY, assert_one_sentence, assert_user_error, contents, prose, tokenized
+from conftest import CHATML_TOKENS, REPOSITORY, assert_one_sentence, assert_user_error, contents, prose, tokenized
 from modeling_gpt2scratch.prompts import encode_prompt
 from tokenizer.build.recipe import Recipe
-from tokenizer.corpus.chat import CHATML_TOKENS
 from tokenizer.encoding import encode, vocabulary
 from tokenizer.encoding.vocabulary import (
     SavedTokenizer,

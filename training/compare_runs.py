@@ -48,9 +48,11 @@ def main(arguments: list[str]) -> None:
     summaries = {os.path.relpath(folder.resolve(), base): summarize_run(RunFolder(folder)) for folder in folders}
     newest = [summary["last"] for summary in summaries.values() if summary["last"]]
     is_other_text = len({summary["text"] for summary in summaries.values() if summary["last"]}) > 1
-    if not is_other_text and len({entry.get("eval_tokens") for entry in newest}) > 1:
+    is_other_sample = not is_other_text and len({entry.get("eval_tokens") for entry in newest}) > 1
+    if is_other_sample:
         for entry in newest:  # finished runs scored the whole split, others a sample
             entry.update(comparable_scores(entry))
+        is_other_sample = len({summary["settings"].get("max_eval_samples") for summary in summaries.values()}) > 1
     runs = dict(sorted(summaries.items(), key=lambda item: item[1]["last"].get("eval_bits_per_byte", math.inf)))
     defaults = {name: value for kind in PARTS for name, value in asdict(kind()).items()}
     values: dict[str, set[str]] = {}
@@ -64,7 +66,8 @@ def main(arguments: list[str]) -> None:
     if sys.stdout.isatty():  # narrow: the names of a sweep's runs contain the settings
         setting_names = [name for name in setting_names if not all(f"{name}=" in run_name for run_name in runs)]
     table = environment().get_template("comparison.md.j2")
-    page = table.render(runs=runs, setting_names=setting_names, is_other_text=is_other_text)
+    notes = {"is_other_text": is_other_text, "is_other_sample": is_other_sample}
+    page = table.render(runs=runs, setting_names=setting_names, **notes)
     Console().print(TerminalPage(page)) if sys.stdout.isatty() else print(page)
     measure = "eval_bits_per_byte" if is_other_text else "eval_loss"
     with disk_errors(options.output):

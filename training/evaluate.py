@@ -47,6 +47,7 @@ from training.evaluation.memorization import LENGTH, memorization
 from training.evaluation.scoring import score_split
 from training.report.report import evaluated_run, keep_evaluation, show_evaluation, weight_hashes
 from training.runtime.device import keep_accelerate_from_sharding
+from training.runtime.distributed import is_launched_on_cpu
 
 
 def store_and_masking(
@@ -224,7 +225,7 @@ def main(arguments: list[str]) -> None:
             f"{store.metadata.vocab_size}; score it on a store made with its own tokenizer."
         )
     keep_accelerate_from_sharding()  # scoring needs the whole model, even if the launcher shards
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=is_launched_on_cpu())
     if accelerator.device.type == "cpu":
         keep_freed_memory()
     model = model.to(accelerator.device)

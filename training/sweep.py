@@ -6,6 +6,7 @@ python -m training.sweep --data my.txt --vary learning_rate=1e-2,2e-2,4e-2 weigh
 import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -41,6 +42,10 @@ def main(arguments: list[str]) -> None:
     for group in split_flags(arguments):
         (sweep_words if flag_name(group[0]) in SweepArguments.__dataclass_fields__ else flags).extend(group)
     (options,) = FlagParser((SweepArguments,), __doc__.splitlines()[0]).parse(sweep_words)
+    if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise UserError(
+            f"A sweep trains each run in one process, but {processes} were started; use python -m training.sweep."
+        )
     axes = [(item.split("=")[0], item.partition("=")[2].split(",")) for item in options.vary]
     commands, configs, problems = {}, [], Problems()
     for pairs in product(*([(name, value) for value in values] for name, values in axes)):

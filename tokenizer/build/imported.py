@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -100,15 +101,17 @@ class ImportedSplit:
 
     def write(self, folder: Path, split: str, start: int, stop: int, lengths: np.ndarray) -> tuple[int, int, int]:
         """Write a part of the ids and its index. Return its numbers of tokens, documents and bytes of text.
-        `lengths`: bytes of text per token, (vocab_size,)."""
-        n_bytes, dtype = 0, np.dtype(dtype_of(len(lengths))).newbyteorder("<")
+        `lengths`: bytes of text per token, within a document and at its start, (2, vocab_size)."""
+        ends = self.ends[(self.ends > start) & (self.ends < stop)]
+        lengths, first = lengths
+        starts = self.ids[np.array([start, *ends])]
+        n_bytes, dtype = int((first - lengths)[starts].sum()), np.dtype(dtype_of(len(lengths))).newbyteorder("<")
         with (folder / tokens_file(split)).open("wb") as file:
             for position in range(start, stop, BLOCK_TOKENS):
                 block = self.ids[position : min(position + BLOCK_TOKENS, stop)]
                 n_bytes += int(lengths[block].sum())
                 file.write(block.astype(dtype))  # `tofile` does not report why it fails
-        ends = self.ends[(self.ends > start) & (self.ends < stop)].tolist()
-        index = np.array([*ends, stop], dtype="<u8") - np.uint64(start)
+        index = np.append(ends, stop).astype("<u8") - np.uint64(start)
         with (folder / index_file(split)).open("wb") as file:
             file.write(index)
         return stop - start, len(index), n_bytes
@@ -133,7 +136,12 @@ def import_store(
     splits = [problems.add_of(ImportedSplit, [path, dtype, size, eos]) for path in paths]
     problems.refuse()
     texts = encode.token_bytes(tokenizer.backend_tokenizer)
-    lengths = np.array([*map(len, texts), *[0] * (size - len(texts))], dtype=np.int64)  # (vocab_size,)
+    # Decoders such as SentencePiece's strip the space at the start of a text.
+    decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
+    strips = [text.startswith(b" ") and not decode([i]).startswith(" ") for i, text in enumerate(texts)]
+    n_missing = size - len(texts)
+    lengths = np.array([*map(len, texts), *[0] * n_missing], dtype=np.int64)
+    lengths = np.stack([lengths, lengths - np.array([*strips, *[False] * n_missing])])  # (2, vocab_size)
     end = len(splits[0].ids) if len(splits) == 2 else splits[0].divided_at(fraction)
     bounds = {"train": (splits[0], 0, end), "val": (splits[-1], 0 if len(splits) == 2 else end, len(splits[-1].ids))}
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ from tokenizer.build.recipe import Recipe
 from tokenizer.build.worker import DocumentSettings, Part, StorePlan, Workers, done_parts
 from tokenizer.cleaning import cleaning
 from tokenizer.cleaning.dedup import MinHasher
-from tokenizer.corpus.chat import CHATML, CHATML_TOKENS, ChatTemplate
+from tokenizer.corpus.chat import ChatTemplate
 from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit
 from tokenizer.corpus.file_finder import TextFile
 from tokenizer.corpus.files import TOLERATED_SHARE, is_packed
@@ -47,6 +47,7 @@ WORK_FILES = (
     *(f"store/{name}" for name in STORE_FILES),
 )
 SAMPLED_UNITS = 4096  # maximum number of units to train a tokenizer on
+FINE_TUNING = "train on chats with python -m examples.finetune_chat"
 WORKER_BYTES = 300_000_000  # of memory for one process, with a margin
 ESTIMATED_FROM = 1 << 16  # characters that are tokenized to estimate the size of the store
 CACHE_REMEDY = "tokenize with python -m tokenizer.pretokenize --output on another disk, for --data"
@@ -239,7 +240,7 @@ class StoreBuilder:
             corpus.check(sample.counts, sample.is_all and sample.limit == recipe.corpus.limit)
         if settings.chat_template is not None:
             tokenizer.chat_template = settings.chat_template
-        self._say_vocabulary(len(tokenizer))
+        self._say_vocabulary(len(tokenizer), tokenizer.eos_token_id is not None)
         vocabulary.save(tokenizer, self.store / "tokenizer")
         settings = replace(settings, dtype=dtype_of(len(tokenizer)), eos=tokenizer.eos_token_id)
         self._require_room(sample, np.dtype(settings.dtype).itemsize)
@@ -261,30 +262,32 @@ class StoreBuilder:
         if source is None and name is not None:
             source = ChatTemplate.read(name)
         if source is None:
-            raise UserError("The text has chats, but no chat template is known; give --chat_template chatml or a file.")
+            remedy = "give --chat_template chatml or a file" if tokenizer is None else FINE_TUNING
+            raise UserError(f"The text has chats, but no chat template is known; {remedy}.")
+        marks = list(dict.fromkeys(re.findall(r"<\|\w+\|>", source)))  # such as those that end a turn
         if tokenizer is not None:
             special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-            if source == CHATML and not {*CHATML_TOKENS} <= {*special}:  # no token would end a turn
+            missing, variables = [mark for mark in marks if mark not in special], tokenizer.special_tokens_map
+            if missing and not ChatTemplate(source, tuple(special), variables).ends_turns:
                 raise UserError(
-                    f"The tokenizer {arguments.tokenizer} lacks {' and '.join(CHATML_TOKENS)}, which end the turns of "
-                    "chatml; train on chats with python -m examples.finetune_chat, which needs no such tokens."
+                    f"The tokenizer {arguments.tokenizer} lacks {' and '.join(missing)}, which end the turns of "
+                    f"{name or 'its chat template'}; {FINE_TUNING}, which needs no such tokens."
                 )
-            return source, special, tokenizer.special_tokens_map
+            return source, special, variables
         if arguments.tokenizer_type == "character":
             raise UserError("Chats need control tokens, but a character tokenizer has none; leave out tokenizer_type.")
-        marks = re.findall(r"<\|\w+\|>", source)  # such as those that end a turn
         control = list(dict.fromkeys([vocabulary.END_OF_TEXT, *marks, *arguments.special_tokens]))
         return source, control, dict.fromkeys(["bos_token", "eos_token"], vocabulary.END_OF_TEXT)
 
-    def _say_vocabulary(self, size: int) -> None:
+    def _say_vocabulary(self, size: int, has_end: bool) -> None:
         arguments = self.recipe.vocabulary
         request = arguments.vocab_size or vocabulary.DEFAULT_VOCAB_SIZE
         words = f"{arguments.tokenizer or 'byte-level BPE'}, {size:,} tokens"
         if arguments.tokenizer is None and arguments.tokenizer_type == "character":
-            words = f"{size:,} characters, and no end-of-text token"
+            words = f"{size:,} characters"
         elif arguments.tokenizer is None and size < request:
             words += f" ({request:,} were requested, but the text has no more pairs to merge)"
-        self.say(f"Tokenizer: {words}.")
+        self.say(f"Tokenizer: {words}{'' if has_end else ', and no end-of-text token'}.")
 
     def _require_room(self, sample: "Sample", itemsize: int) -> None:
         """Raise a `UserError` if the store does not fit on its disk."""

@@ -39,6 +39,7 @@ from tokenizer.encoding import encode
 from tokenizer.store.store import RESUMES, SPLITS
 
 PLAN_VERSION = 1
+HASHED_CHARACTERS = 1 << 19  # of a document, which the first piece of every longer one has
 BATCH_BYTES = 4 << 20  # bytes encoded together: smaller batches reuse fewer words, larger batches need more memory
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"  # forked processes of macOS may crash in its libraries
 
@@ -179,9 +180,9 @@ class PartWriter:
         self.begin_document("")
 
     def begin_document(self, text: str) -> None:
-        """Choose the split and the number of copies by the first piece of a document, or a whole chat, so that equal
-        documents are alike."""
-        text = text.encode()
+        """Choose the split and the number of copies by the beginning of a document or chat, so that equal documents are
+        alike. The length of a first piece depends on the kind of file."""
+        text = text[:HASHED_CHARACTERS].encode()
         is_held_out = share(text, self.settings.seed) < self.settings.validation_fraction
         self.val = is_held_out if self.unit.val is None else self.unit.val
         number, part = divmod(self.unit.copies, 1)

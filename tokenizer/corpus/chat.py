@@ -17,7 +17,6 @@ CHATML = (
     "{% else %}{{ message['content'] }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"
 )
-CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 MARKS = range(0x100000, 0x10FFFE)  # private-use characters that mask text that looks like a control token
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}  # role names of ShareGPT
 
@@ -55,6 +54,16 @@ class ChatTemplate:
     def control(self) -> re.Pattern:
         tokens = sorted(self.control_tokens, key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})")
+
+    @property
+    def ends_turns(self) -> bool:
+        """Whether a control token, and at most blanks after it, ends the assistant's answer; also if the template
+        refuses the chat that this is tried with."""
+        try:
+            *answer, (tail, _) = self.segments([{"role": role, "content": "1"} for role in ("user", "assistant")])
+        except ValueError:
+            return True
+        return bool(answer) and not tail.strip()
 
     def segments(self, messages: Any) -> list[tuple[str, str | None]]:
         """Render a chat as pairs: text, and the control token after it or None. Raise a `ValueError` if that fails.

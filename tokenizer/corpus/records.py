@@ -104,14 +104,20 @@ def _csv(part: ByteRange) -> Records:
 
 def _with_quotes(lines: Iterator[str], tabs: int) -> Iterator[str]:
     """Yield lines of a file separated by tabs. Quotes that do not enclose a field are text, if line and next line are
-    whole records: a field that begins with one is quoted, so the reader keeps it and does not look for its end."""
+    whole records: a field that begins with one is quoted, so the reader keeps it and does not look for its end. With
+    one column, a line with an odd number of quotes is a part of a longer field."""
+    is_open = False  # a field in quotes began in an earlier line
     for line, following in itertools.pairwise(itertools.chain(lines, [""])):
-        is_whole = line.count("\t") == tabs and (not following or following.count("\t") == tabs)
+        is_odd = line.count('"') % 2 == 1
+        is_whole = not is_open and line.count("\t") == tabs and (not following or following.count("\t") == tabs)
+        is_whole &= tabs > 0 or not is_odd
         if is_whole and '"' in line:
             fields = line.rstrip("\r\n").split("\t")
             is_text = [field.startswith('"') and not QUOTED.fullmatch(field) for field in fields]
             doubled = ['"' + field.replace('"', '""') + '"' for field in fields]
             line = "\t".join(doubled[i] if is_text[i] else fields[i] for i in range(len(fields))) + "\n"
+        elif is_open or any(field.startswith('"') for field in line.split("\t")):
+            is_open ^= is_odd
         yield line
 
 

@@ -40,6 +40,7 @@ LARGEST_GAP = 1_000_000  # ids that a tokenizer may leave out below its largest
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # class names in Transformers 5 and 4
 # Files that only Transformers reads.
 OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "additional_chat_templates")
+CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "config.json")  # of which one names the end token
 
 
 @dataclass
@@ -266,11 +267,14 @@ class SavedTokenizer:
 
 
 def load(name: str | Path) -> "PreTrainedTokenizerBase":
-    """Load a fast tokenizer from a folder, a `tokenizer.json` or the Hub. In a file, `<|endoftext|>` ends documents.
+    """Load a fast tokenizer from a folder, a `tokenizer.json` or the Hub. In a file, or a folder with nothing else,
+    `<|endoftext|>` ends documents.
     Raise a `UserError` if there is none, or only a slow one."""
     folder = Path(name)
     if folder.is_file():
         return _from_file(folder)
+    if (folder / "tokenizer.json").is_file() and not any((folder / config).exists() for config in CONFIGS):
+        return _from_file(folder / "tokenizer.json")
     if not folder.exists():
         hub.require(str(name), "a tokenizer", "tokenizer.json", "tokenizer_config.json", "vocab.json")
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():  # AutoTokenizer would return an empty one
@@ -295,7 +299,8 @@ def _from_file(path: Path) -> "PreTrainedTokenizerFast":
     try:
         rust = Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library raises no narrower class
-        raise UserError(f"{path} is not a tokenizer.json: {hub.shortened(error)}.") from error
+        reason = f"{path.name} is not a tokenizer.json: {hub.shortened(error)}"
+        raise UserError(f"No tokenizer can be loaded from {path.parent}: {reason}.") from error
     eos = END_OF_TEXT if rust.token_to_id(END_OF_TEXT) is not None else None
     return PreTrainedTokenizerFast(tokenizer_object=rust, eos_token=eos)
 

@@ -22,6 +22,7 @@ from common.machine import free_memory
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
+from training.budget.earlier import EarlierRun
 from training.budget.sizing import Sizing, resolve, with_vocabulary
 from training.budget.throughput import SCORING_COST, Throughput, assumed_speed, measure_speed, validation_tokens
 from training.config import TrainConfig, dump_config
@@ -34,7 +35,7 @@ from training.report.report import environment
 from training.runtime.compilation import SHORT_VALIDATION, is_automatic, pays_off
 from training.runtime.console import printer
 from training.runtime.device import Setup, describe, kernel_of_sdpa, memory_of_others
-from training.runtime.distributed import start_accelerator
+from training.runtime.distributed import on_main, start_accelerator
 from training.runtime.hardware import FILLS_A_GPU, RENTALS, device_name
 from training.step.optim import MUON_RATES, describe_rates, usual_learning_rate
 from training.step.size import size_of
@@ -114,7 +115,7 @@ def print_forecast(run: Run, forecast: Forecast) -> None:
     """Print what a run starts with: device, model, data and length, and what needs attention. With --verbose,
     print all estimates."""
     hardware = describe(run.accelerator, run.setup, run.plan.model)
-    printer(run.accelerator)(describe_forecast(forecast, hardware, run=run))
+    printer(run.accelerator)(describe_forecast(forecast, hardware, run=run, steps_done=run.start.step))
 
 
 def show_plan(config: TrainConfig) -> None:
@@ -159,7 +160,8 @@ def _print_plan(config: TrainConfig, folder: Path) -> None:
     speeds = [(rental, assumed_speed(rental.datasheet, plan.model, "bf16", 1)) for rental in RENTALS.values()]
     memory = plan.memory.total(1) / 1e9
     rentals = [(rental, speed) for rental, speed in speeds if speed is not None and memory < rental.gigabytes]
-    say(describe_forecast(forecast, hardware, estimate, rentals))
+    steps_done = 0 if sizing is not None else on_main(accelerator, lambda: EarlierRun.of(config).step)
+    say(describe_forecast(forecast, hardware, estimate, rentals, steps_done=steps_done))
 
 
 def times_due(plan: Plan, strategy: str, interval: int) -> int:
@@ -169,10 +171,15 @@ def times_due(plan: Plan, strategy: str, interval: int) -> int:
 
 
 def describe_forecast(
-    forecast: Forecast, hardware: str, estimate: Any = None, rentals: Iterable[Any] = (), run: Run | None = None
+    forecast: Forecast,
+    hardware: str,
+    estimate: Any = None,
+    rentals: Iterable[Any] = (),
+    run: Run | None = None,
+    steps_done: int = 0,
 ) -> str:
     """Return the text printed before the first step. `estimate`: the `tokenizer.build.estimate.Estimate` of text that
-    is not tokenized yet."""
+    is not tokenized yet. `steps_done`: those before the checkpoint that the run resumes from."""
     config, plan, n_tokens = forecast.config, forecast.plan, forecast.plan.order.n_tokens
     checkpoints = times_due(plan, config.checkpoint.save_strategy, config.checkpoint.save_steps)
     if config.checkpoints_kept is not None:
@@ -199,6 +206,7 @@ def describe_forecast(
         "advice": advice(forecast),
         "rentals": rentals,
         "run": run,
+        "steps_left": max(0, plan.max_steps - steps_done),
     }
     return environment().get_template("forecast.txt.j2").render(vars(forecast), **facts).rstrip()
 

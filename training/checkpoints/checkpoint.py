@@ -28,7 +28,7 @@ from common.errors import NONSENSE, UserError, check_format
 from common.limits import free
 from common.removal import discard
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from modeling_gpt2scratch.loading import CONFIG, GENERATION, INDEX, OLD_TOKENIZER, SHARDS, TOKENIZER
+from modeling_gpt2scratch.loading import CONFIG, GENERATION, INDEX, OLD_TOKENIZER, SHARDS, TEMPLATES, TOKENIZER
 from tokenizer.encoding import vocabulary
 from training.checkpoints.metrics import best_step
 from training.data.batches import DataPosition
@@ -40,7 +40,7 @@ STATE = f"{STATE_FOLDER}/state.json"
 REQUIRED_FILES = (WEIGHTS, OPTIMIZER, STATE, CONFIG)
 MODEL_FILES = (  # names that are deleted with a model; other files are never deleted
     *(CONFIG, GENERATION, "configuration_gpt2scratch.py", "modeling_gpt2scratch.py", WEIGHTS, SHARDS, INDEX),
-    *(*TOKENIZER, *OLD_TOKENIZER, "additional_chat_templates/*.jinja"),
+    *(*TOKENIZER, *OLD_TOKENIZER, TEMPLATES),
 )
 FILES = (*MODEL_FILES, OPTIMIZER, STATE, MANIFEST)
 

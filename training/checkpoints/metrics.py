@@ -117,7 +117,8 @@ def comparable_evaluations(entries: list[dict[str, Any]]) -> list[dict[str, Any]
     validations, by_size = [entry for entry in entries if "eval_loss" in entry], {}
     size = next((entry.get("eval_tokens") for entry in validations if not scores_more(entry)), None)
     for entry in validations:
-        size = size if scores_more(entry) else entry.get("eval_tokens")  # one that scores more has the sample before
+        # Of an older version, one that scores more has the sample before.
+        size = entry.get("eval_sampled_tokens", size if scores_more(entry) else entry.get("eval_tokens"))
         by_size.setdefault(size, []).append(entry)
     return by_size.get(size, [])
 

@@ -57,6 +57,8 @@ class Validation:
             if sampled_metrics is None:
                 return
             metrics[name] = sampled_metrics["eval_loss"]
+        if "eval_sampled_loss" in losses:
+            metrics["eval_sampled_tokens"] = sampled_metrics["eval_tokens"]
         log.log_evaluation(step, metrics)
         self.write_samples(step, log, prints=is_last)
         if self.run.accelerator.is_main_process:

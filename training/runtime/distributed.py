@@ -34,6 +34,12 @@ def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[distributed.
 distributed.register_rendezvous_handler(RENDEZVOUS.removesuffix("://"), _meet)
 
 
+def is_launched_on_cpu() -> bool:
+    """Return whether a launcher started this process on a machine without an accelerator. Unless it is asked for the
+    CPU, Accelerate does not connect such processes, and each would work alone."""
+    return "LOCAL_RANK" in os.environ and not torch.accelerator.is_available()
+
+
 def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str, ddp_timeout: int) -> Accelerator:
     """Start Accelerate. Raise a `UserError` if the environment requests more processes than it created, or if they
     cannot connect. `ddp_timeout`: seconds that a process waits for the others."""
@@ -56,8 +62,7 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
     ]
     try:
         accelerator = Accelerator(
-            # By default, Accelerate does not connect launched processes without a GPU: each would train alone.
-            cpu="LOCAL_RANK" in os.environ and not torch.accelerator.is_available(),
+            cpu=is_launched_on_cpu(),
             mixed_precision=setup.mixed_precision,
             dynamo_plugin=TorchDynamoPlugin(backend="no"),  # train_step.py compiles; ignores the launcher's backend
             log_with=trackers,
