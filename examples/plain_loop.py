@@ -5,7 +5,7 @@ python -m examples.plain_loop data/plain runs/plain
 python generate.py runs/plain --prompt "def "
 
 With the same store and settings, the weights are those of train_accelerate.py, bit for bit on a CPU. To compare, use
-`python train_accelerate.py --config presets/quickstart.yaml --data data/plain`.
+`python train_accelerate.py --config presets/quickstart.yaml --data data/plain --torch_compile true`.
 """
 
 import training.runtime.threads  # noqa: F401  (before torch: all cores)

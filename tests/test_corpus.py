@@ -288,6 +288,9 @@ def test_quotes_and_separators_of_tables(tmp_path):
     assert documents(write(tmp_path / "b.tsv", "\n".join(["prose\tsize (x, y)", *rows]))) == ['Hello "world"', "two"]
     quoted = '1\t"Title\n\n""Who?"" he\tasked.\n"\n2\t"A ""b""\n""c"""\n'
     assert documents(write(tmp_path / "c.tsv", f"id\ttext\n{quoted}")) == ['Title\n\n"Who?" he\tasked.\n', 'A "b"\n"c"']
+    rows = ['1\t"Big" 5" pipe', "", '2\t"Yes" said she', '3\t"Unclosed', "4\tfour"]
+    texts = ['Big 5" pipe', '"Yes" said she', '"Unclosed', "four"]  # a field before a blank line is the reader's
+    assert documents(write(tmp_path / "e.tsv", "\n".join(["id\ttext", *rows]))) == texts
     rows = '"Title\nof ""two""\nlines"\n"Yes" he said\n"No"\n'
     assert documents(write(tmp_path / "d.tsv", f"text\n{rows}")) == ['Title\nof "two"\nlines', '"Yes" he said', "No"]
     assert documents(write(tmp_path / "b.csv", "prose,label (0;1;2)\none,0\ntwo,1\n")) == ["one", "two"]

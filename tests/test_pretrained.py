@@ -130,7 +130,10 @@ def test_contradictions_are_refused(gpt2, run, store, tmp_path):
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}] * 2}) + "\n")
     chats = {"data": tmp_path / "chat.jsonl", "chat_template": "chatml", "max_steps": 1}
     refuse(r"lacks <\|im_start\|> and <\|im_end\|>, which end the turns of chatml; train .*finetune_chat", **chats)
-    refuse("no chat template is known; train .*finetune_chat", **chats | {"chat_template": None})
+    refuse(
+        "no chat template is known; give .*chatml or a file, or train .*finetune_chat",
+        **chats | {"chat_template": None},
+    )
     chats["chat_template"] = tmp_path / "own.jinja"
     chats["chat_template"].write_text("{% for it in messages %}<|{{ it.role }}|>{{ it.content }}<|end|>{% endfor %}")
     refuse(r"lacks <\|end\|>, which end the turns of .*own\.jinja; train .*finetune_chat", **chats)

@@ -411,8 +411,9 @@ def test_the_length_is_final_before_the_rates_fall(store, monkeypatch):
         budgeted.config, budgeted._write = config, sentences.append
         budgeted.run.accelerator, budgeted.run.start = None, SimpleNamespace(state=SimpleNamespace(settings={}))
         monkeypatch.setattr(budgeted, "_corrected", lambda step, log, lengths=lengths: lengths.pop(0))
+        budgeted.correct(planned - 1, SimpleNamespace(paces=[]))  # nothing is measured yet
         for step in measured:
-            budgeted.correct(step, SimpleNamespace(say=sentences.append))
+            budgeted.correct(step, SimpleNamespace(say=sentences.append, paces=[(1, 1.0)]))
         final = [*measured][:4][-1]
         assert (budgeted.run.plan.max_steps, budgeted.config.length.max_steps) == (end, end)
         words = f"Budget:  the run has {end:,} steps, by the measured speed. This number is now final."

@@ -143,8 +143,8 @@ def test_last_validation_also_scores_the_sample_of_earlier_ones(train, store, tm
         output = capsys.readouterr().out
         assert f"| `run` | {loss:.4f} | " in output
         assert "samples of different sizes" not in output
-    config = (stopped / "config.yaml").read_text()
-    (stopped / "config.yaml").write_text(config.replace("max_eval_samples: 2", "max_eval_samples: 3"))
+    scores = (stopped / "metrics.jsonl").read_text()
+    (stopped / "metrics.jsonl").write_text(scores.replace('"eval_tokens": 27', '"eval_tokens": 43'))
     compare_runs.main([str(run), str(stopped), "--output", str(tmp_path / "3.png")])
     assert "validated on samples of different sizes (max_eval_samples): compare" in capsys.readouterr().out
     for entry, loss in ((first, first["eval_loss"]), (end, sample_loss)):

@@ -104,7 +104,7 @@ class ImportedSplit:
         `lengths`: bytes of text per token, within a document and at its start, (2, vocab_size)."""
         ends = self.ends[(self.ends > start) & (self.ends < stop)]
         lengths, first = lengths
-        starts = self.ids[np.array([start, *ends])]
+        starts = self.ids[np.append(start, ends)]
         n_bytes, dtype = int((first - lengths)[starts].sum()), np.dtype(dtype_of(len(lengths))).newbyteorder("<")
         with (folder / tokens_file(split)).open("wb") as file:
             for position in range(start, stop, BLOCK_TOKENS):
@@ -138,10 +138,10 @@ def import_store(
     texts = encode.token_bytes(tokenizer.backend_tokenizer)
     # Decoders such as SentencePiece's strip the space at the start of a text.
     decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
-    strips = [text.startswith(b" ") and not decode([i]).startswith(" ") for i, text in enumerate(texts)]
+    strips = [len(text) - len(decode([i]).encode()) if text[:1] == b" " else 0 for i, text in enumerate(texts)]
     n_missing = size - len(texts)
     lengths = np.array([*map(len, texts), *[0] * n_missing], dtype=np.int64)
-    lengths = np.stack([lengths, lengths - np.array([*strips, *[False] * n_missing])])  # (2, vocab_size)
+    lengths = np.stack([lengths, lengths - np.array([*strips, *[0] * n_missing])])  # (2, vocab_size)
     end = len(splits[0].ids) if len(splits) == 2 else splits[0].divided_at(fraction)
     bounds = {"train": (splits[0], 0, end), "val": (splits[-1], 0 if len(splits) == 2 else end, len(splits[-1].ids))}
     folder.parent.mkdir(parents=True, exist_ok=True)

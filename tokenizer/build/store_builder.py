@@ -27,7 +27,7 @@ from common.removal import MARK, discard, is_marked, mark, renew
 from tokenizer.build import report
 from tokenizer.build.merge import Merger
 from tokenizer.build.recipe import Recipe
-from tokenizer.build.worker import DocumentSettings, Part, StorePlan, Workers, done_parts
+from tokenizer.build.worker import HASHED_CHARACTERS, DocumentSettings, Part, StorePlan, Workers, done_parts
 from tokenizer.cleaning import cleaning
 from tokenizer.cleaning.dedup import MinHasher
 from tokenizer.corpus.chat import ChatTemplate
@@ -242,7 +242,9 @@ class StoreBuilder:
             tokenizer.chat_template = settings.chat_template
         self._say_vocabulary(len(tokenizer), tokenizer.eos_token_id is not None)
         vocabulary.save(tokenizer, self.store / "tokenizer")
-        settings = replace(settings, dtype=dtype_of(len(tokenizer)), eos=tokenizer.eos_token_id)
+        settings = replace(
+            settings, dtype=dtype_of(len(tokenizer)), eos=tokenizer.eos_token_id, hashed_characters=HASHED_CHARACTERS
+        )
         self._require_room(sample, np.dtype(settings.dtype).itemsize)
         return StorePlan(recipe.settings(), self.inputs, settings, units, corpus.finder.skipped)
 
@@ -262,7 +264,7 @@ class StoreBuilder:
         if source is None and name is not None:
             source = ChatTemplate.read(name)
         if source is None:
-            remedy = "give --chat_template chatml or a file" if tokenizer is None else FINE_TUNING
+            remedy = "give --chat_template chatml or a file" + f", or {FINE_TUNING}" * (tokenizer is not None)
             raise UserError(f"The text has chats, but no chat template is known; {remedy}.")
         marks = list(dict.fromkeys(re.findall(r"<\|\w+\|>", source)))  # such as those that end a turn
         if tokenizer is not None:

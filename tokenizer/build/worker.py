@@ -58,6 +58,7 @@ class DocumentSettings:
     template_variables: dict[str, str]  # the tokenizer's `bos_token`, `eos_token` and others, for templates
     dtype: Literal["uint16", "uint32"] = "uint16"
     eos: int | None = None
+    hashed_characters: int | None = None  # None in the plan of an older version: the whole first piece
 
     def reader(self, limit: Limit = NO_LIMIT) -> Reader:
         chat = self.chat_template
@@ -182,7 +183,7 @@ class PartWriter:
     def begin_document(self, text: str) -> None:
         """Choose the split and the number of copies by the beginning of a document or chat, so that equal documents are
         alike. The length of a first piece depends on the kind of file."""
-        text = text[:HASHED_CHARACTERS].encode()
+        text = text[: self.settings.hashed_characters].encode()
         is_held_out = share(text, self.settings.seed) < self.settings.validation_fraction
         self.val = is_held_out if self.unit.val is None else self.unit.val
         number, part = divmod(self.unit.copies, 1)

@@ -22,6 +22,9 @@ BATCH_BYTES = 4 << 20  # bytes read from a parquet file at a time
 TEXT_COLUMNS, CHAT_COLUMNS = ("text", "content"), ("messages", "conversations")
 NUMBER = re.compile(r"[-+.,\d]+(e[-+]?\d+)?%?|nan|inf", re.IGNORECASE)
 QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a field of a table
+# A line whose last field begins with a quote that it does not close, after whole fields with their tabs.
+FIELD = r'(?>"(?:[^"]|"")*+"[^\t]*|[^"\t][^\t]*|(?=\t))\t'
+OPEN = re.compile(rf'(?:{FIELD})*+"(?:[^"]|"")*+')
 ENCLOSED = re.compile(r'"[^"]*"|\([^)]*\)')  # in quotes or parentheses
 Records = Iterator[tuple[dict[str, Any] | None, dict[str, int]]]
 
@@ -105,19 +108,19 @@ def _csv(part: ByteRange) -> Records:
 def _with_quotes(lines: Iterator[str], tabs: int) -> Iterator[str]:
     """Yield lines of a file separated by tabs. Quotes that do not enclose a field are text, if line and next line are
     whole records: a field that begins with one is quoted, so the reader keeps it and does not look for its end. With
-    one column, a line with an odd number of quotes is a part of a longer field."""
+    one column, a field that a line does not close continues in the next."""
     is_open = False  # a field in quotes began in an earlier line
     for line, following in itertools.pairwise(itertools.chain(lines, [""])):
-        is_odd = line.count('"') % 2 == 1
+        leaves_open = bool(OPEN.fullmatch('"' * is_open + line))
         is_whole = not is_open and line.count("\t") == tabs and (not following or following.count("\t") == tabs)
-        is_whole &= tabs > 0 or not is_odd
+        is_whole &= tabs > 0 or not leaves_open
         if is_whole and '"' in line:
             fields = line.rstrip("\r\n").split("\t")
             is_text = [field.startswith('"') and not QUOTED.fullmatch(field) for field in fields]
             doubled = ['"' + field.replace('"', '""') + '"' for field in fields]
             line = "\t".join(doubled[i] if is_text[i] else fields[i] for i in range(len(fields))) + "\n"
-        elif is_open or any(field.startswith('"') for field in line.split("\t")):
-            is_open ^= is_odd
+        else:
+            is_open = leaves_open
         yield line
 
 

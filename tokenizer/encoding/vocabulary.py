@@ -267,14 +267,11 @@ class SavedTokenizer:
 
 
 def load(name: str | Path) -> "PreTrainedTokenizerBase":
-    """Load a fast tokenizer from a folder, a `tokenizer.json` or the Hub. In a file, or a folder with nothing else,
-    `<|endoftext|>` ends documents.
-    Raise a `UserError` if there is none, or only a slow one."""
+    """Load a fast tokenizer from a folder, a `tokenizer.json` or the Hub. In a file, or a folder that names no end
+    token, `<|endoftext|>` ends documents. Raise a `UserError` if there is none, or only a slow one."""
     folder = Path(name)
     if folder.is_file():
         return _from_file(folder)
-    if (folder / "tokenizer.json").is_file() and not any((folder / config).exists() for config in CONFIGS):
-        return _from_file(folder / "tokenizer.json")
     if not folder.exists():
         hub.require(str(name), "a tokenizer", "tokenizer.json", "tokenizer_config.json", "vocab.json")
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():  # AutoTokenizer would return an empty one
@@ -290,6 +287,9 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
         raise UserError(f"No tokenizer can be loaded from {name}: {reason}.") from error
     if not tokenizer.is_fast:
         raise UserError(f"{name} is a slow tokenizer; only fast ones (tokenizer.json) are supported.")
+    names_no_end = folder.is_dir() and not any((folder / config).exists() for config in CONFIGS)
+    if names_no_end and tokenizer.backend_tokenizer.token_to_id(END_OF_TEXT) is not None:
+        tokenizer.eos_token = END_OF_TEXT
     return tokenizer
 
 
@@ -299,8 +299,7 @@ def _from_file(path: Path) -> "PreTrainedTokenizerFast":
     try:
         rust = Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library raises no narrower class
-        reason = f"{path.name} is not a tokenizer.json: {hub.shortened(error)}"
-        raise UserError(f"No tokenizer can be loaded from {path.parent}: {reason}.") from error
+        raise UserError(f"{path} is not a tokenizer.json: {hub.shortened(error)}.") from error
     eos = END_OF_TEXT if rust.token_to_id(END_OF_TEXT) is not None else None
     return PreTrainedTokenizerFast(tokenizer_object=rust, eos_token=eos)
 

@@ -34,9 +34,9 @@ class Pacer:
 
     def correct(self, step: int, log: RunLog) -> None:
         """Correct the length after `step` steps. Call it after the log line, checkpoint and validation of a step."""
-        if self.deadline is None:
-            return
         plan = self.run.plan
+        if self.deadline is None or not (log.paces or step == plan.max_steps):  # nothing is measured yet
+            return
         steps = on_main(self.run.accelerator, lambda: self._corrected(step, log))
         if step < plan.max_steps * (1 - self.config.optim.cooldown_fraction):
             plan.max_steps = steps

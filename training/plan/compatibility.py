@@ -18,6 +18,7 @@ from training.step.optim import OptimArguments
 
 # Model fields that a resumed run may change. Dropout is reported as a setting. `use_cache` affects only generation.
 MAY_DIFFER = {"embd_pdrop", "attn_pdrop", "resid_pdrop", "use_cache"}
+FIXED_IN_FORMAT_1 = {"optimizer": "adamw", "weight_average": None, "induction_init": False}
 TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # allowed together with a changed tokenizer
 
 
@@ -82,7 +83,8 @@ def compare(
         problem = " ".join(str(error).split())[:200]
         raise UserError(f"{checkpoint / 'config.json'} is not a configuration of this model: {problem}") from error
     fields = model_fields(type(model))
-    old = vars(OptimArguments())  # a setting of the optimizer that is not recorded had its default
+    # A setting of the optimizer that is not recorded had its default; format 1 records none that could change.
+    old = vars(OptimArguments()) if "learning_rate" in state.settings else FIXED_IN_FORMAT_1
     old = old | {name: getattr(checkpoint_model, name) for name in fields} | state.settings
     new = {name: getattr(model, name) for name in fields} | dict(new)
     differences = {name: _sentence(name, new, old) for name in new if name in old and new[name] != old[name]}
