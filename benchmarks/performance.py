@@ -96,7 +96,6 @@ def page() -> str:
     return jinja.get_template("performance.md.j2").render(
         results={kind: results(kind) for kind in ("train-step", "ladder", "generate", "fake")},
         planned_to_peak=lambda memory: sorted(found["planned_gb"] / found["peak_gb"] for found in memory),
-        has_gpu=any(RESULTS.glob("train-step-*-cuda.json")),
         efforts=EFFORTS,
         writers=WRITERS,
         measured_on=measured_on,
