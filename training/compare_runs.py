@@ -18,7 +18,7 @@ from common.command_line import FlagParser, run
 from common.errors import Problems, disk_errors
 from common.limits import setting
 from common.removal import refuse_replacing
-from training.checkpoints.metrics import comparable_scores, scores_more
+from training.checkpoints.metrics import comparable_scores, sample_tokens
 from training.checkpoints.run_folder import RunFolder, run_of
 from training.config import PARTS, TEXT_SETTINGS
 from training.report.facts import summarize_run
@@ -50,10 +50,7 @@ def main(arguments: list[str]) -> None:
     is_other_text = len({summary["text"] for summary in summaries.values() if summary["last"]}) > 1
     is_other_sample = not is_other_text and len({entry.get("eval_tokens") for entry in newest}) > 1
     if is_other_sample:
-        # An older version did not record how many tokens the sample of a finished run has.
-        of_newest = [entry for entry in newest if "eval_sampled_tokens" in entry or not scores_more(entry)]
-        sizes = {entry.get("eval_sampled_tokens", entry.get("eval_tokens")) for entry in of_newest}
-        is_other_sample = len(sizes) > 1
+        is_other_sample = len({*map(sample_tokens, newest)} - {None}) > 1
         for entry in newest:  # finished runs scored the whole split, others a sample
             entry.update(comparable_scores(entry))
     runs = dict(sorted(summaries.items(), key=lambda item: item[1]["last"].get("eval_bits_per_byte", math.inf)))

@@ -115,10 +115,9 @@ def best_evaluation(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
 def comparable_evaluations(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the validations whose sample has the size of the newest one's: a resumed run may change it."""
     validations, by_size = [entry for entry in entries if "eval_loss" in entry], {}
-    size = next((entry.get("eval_tokens") for entry in validations if not scores_more(entry)), None)
+    size = next(filter(None, map(sample_tokens, validations)), None)
     for entry in validations:
-        # Of an older version, one that scores more has the sample before.
-        size = entry.get("eval_sampled_tokens", size if scores_more(entry) else entry.get("eval_tokens"))
+        size = sample_tokens(entry) or size
         by_size.setdefault(size, []).append(entry)
     return by_size.get(size, [])
 
@@ -132,6 +131,11 @@ def comparable_scores(entry: dict[str, Any]) -> dict[str, float]:
     """Return loss and bits per byte on the text of `comparable_loss`. Their ratio on all text is assumed."""
     factor = comparable_loss(entry) / entry["eval_loss"]
     return {name: entry[name] * factor for name in ("eval_loss", "eval_bits_per_byte") if name in entry}
+
+
+def sample_tokens(entry: dict[str, Any]) -> int | None:
+    """Return the tokens of the sample that all validations score, or None if an older version did not record them."""
+    return entry.get("eval_sampled_tokens", None if scores_more(entry) else entry.get("eval_tokens"))
 
 
 def scores_more(entry: dict[str, Any]) -> bool:
