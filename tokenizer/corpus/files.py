@@ -5,24 +5,19 @@ import codecs
 import csv
 import gzip
 import io
-import math
 import os
 import re
 import shlex
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from common.errors import UserError
 from tokenizer.corpus.byte_range import SHORTER
 
-INFLATED_BLOCK = 1 << 18
-ZST_BLOCK = 512  # bytes that are decompressed at once: they become 16 MiB in a decompression bomb
-ZST_WINDOW = 1 << 31  # window of `zstd --long=31`, which large crawls are packed with
-BOMB_BYTES, BOMB_RATIO = 64 << 20, 200  # limits of decompressed text; text compresses by factors of 3 to 10, logs by 50
+INFLATED_BLOCK, SAMPLE_BLOCK = 1 << 18, 1 << 9
 BLOCK_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16
 PACKED_STORE = ".tar.zst"
@@ -57,34 +52,14 @@ def readable(path: str) -> Iterator[None]:
         raise kind(f"{path} cannot be read: {reason}; fix it or exclude it.") from error
 
 
-def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    return iter(partial(file.read, INFLATED_BLOCK), b"")
+def _zst(file: str | BinaryIO) -> BinaryIO:
+    """Open a .zst file. zstandard's own reader ends silently in a truncated frame."""
+    import pyarrow as pa
+
+    return pa.CompressedInputStream(file, "zstd")
 
 
-def _zst(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the content of a .zst file. zstandard's own stream reader ends silently in a truncated frame."""
-    import zstandard
-
-    decompressor = zstandard.ZstdDecompressor(max_window_size=ZST_WINDOW)
-    frame = decompressor.decompressobj()
-    try:
-        while block := file.read(ZST_BLOCK):
-            while block:
-                if frame.eof:  # the next frame follows
-                    frame = decompressor.decompressobj()
-                yield frame.decompress(block)
-                block = frame.unused_data
-    except zstandard.ZstdError as error:
-        raise ValueError(error) from error
-    if not frame.eof:
-        raise EOFError("it is truncated")
-
-
-DECOMPRESSORS: dict[str, Callable[[BinaryIO], Iterator[bytes]]] = {
-    ".gz": lambda file: _blocks(gzip.GzipFile(fileobj=file)),
-    ".bz2": lambda file: _blocks(bz2.BZ2File(file)),
-    ".zst": _zst,
-}
+DECOMPRESSORS: dict[str, Callable[[str | BinaryIO], BinaryIO]] = {".gz": gzip.open, ".bz2": bz2.open, ".zst": _zst}
 
 
 def is_compressed(path: str) -> bool:
@@ -104,53 +79,20 @@ def suffix(path: str) -> str:
 
 def opened(path: str, limit: int | None = None) -> BinaryIO:
     """Open a file, decompressed according to its suffix. `limit` reads only the lines in about its first `limit` bytes.
-    If an archive is truncated, damaged or a decompression bomb, reading it raises an error that `readable` catches."""
-    if limit is not None:
-        with open(path, "rb") as file:
-            head = b"".join(inflated(path, limit)) if is_compressed(path) else file.read(limit)
-        return io.BytesIO(head[: head.rfind(b"\n") + 1] or head)
-    return io.BufferedReader(_BlockStream(inflated(path)), INFLATED_BLOCK) if is_compressed(path) else open(path, "rb")
-
-
-def inflated(path: str, limit: float = math.inf) -> Iterator[bytes]:
-    """Yield the content of a compressed file until more than `limit` compressed bytes were read."""
-    size = 0
+    If an archive is truncated or damaged, reading it raises an error that `readable` catches."""
+    decompressed = DECOMPRESSORS.get(os.path.splitext(path.lower())[1])
+    if decompressed and not os.path.getsize(path):
+        raise EOFError("it is empty")
+    if limit is None:
+        return io.BufferedReader(decompressed(path), INFLATED_BLOCK) if decompressed else open(path, "rb")
     with open(path, "rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            raise EOFError("it is empty")
-        for block in DECOMPRESSORS[os.path.splitext(path.lower())[1]](file):
-            size += len(block)
-            if size > max(BOMB_BYTES, BOMB_RATIO * file.tell()):
-                raise ValueError(
-                    f"it inflates to more than {BOMB_RATIO} times its size, which is unusual for text; if it is text, "
-                    f"decompress it first"
-                )
-            yield block
-            if file.tell() > limit:
-                return
-
-
-class _BlockStream(io.RawIOBase):
-    """File object that reads from an iterator of blocks."""
-
-    def __init__(self, blocks: Iterator[bytes]):
-        self.blocks, self.rest = blocks, memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self.rest:
-            if (block := next(self.blocks, None)) is None:
-                return 0
-            self.rest = memoryview(block)
-        count = min(len(buffer), len(self.rest))
-        buffer[:count], self.rest = self.rest[:count], self.rest[count:]
-        return count
-
-    def close(self) -> None:
-        self.blocks.close()
-        super().close()
+        head = file.read(limit)
+    if decompressed:
+        file, head = decompressed(io.BytesIO(head)), b""
+        with suppress(EOFError, OSError):  # the archive ends at the limit
+            while block := file.read1(SAMPLE_BLOCK):
+                head += block
+    return io.BytesIO(head[: head.rfind(b"\n") + 1] or head)
 
 
 def head(path: str) -> bytes:
