@@ -15,7 +15,6 @@ from torch.nn.functional import cross_entropy
 from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import logits_process
 
-from common.chat_rendering import limit_tokenizers
 from modeling_gpt2scratch import loading, prompts
 
 EXAMPLES = ("Once upon a time", "The most important thing", "In the beginning")  # prompts, if a run names none
@@ -25,7 +24,6 @@ ALL_TOKENS = 10**9
 FILES = (loading.CONFIG, loading.GENERATION, loading.ADAPTER, loading.WEIGHTS, loading.SHARDS, loading.INDEX)
 FILES += (*loading.TOKENIZER, *loading.OLD_TOKENIZER)
 _one_at_a_time = threading.Lock()
-limit_tokenizers()
 
 
 @dataclass

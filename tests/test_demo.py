@@ -299,7 +299,6 @@ def test_a_dry_run_writes_the_folder_of_the_space(tmp_path, monkeypatch, capsys)
     folder = Path("runs/spaces/try-them")
     assert capsys.readouterr().out == f"Not uploaded (--dry_run): {folder} would be uploaded to me/try-them.\n"
     assert FILES ^ {it.name for it in folder.iterdir()} == {
-        "common",
         ".gpt2scratch.json",
         "modeling_gpt2scratch",
         "publishing",

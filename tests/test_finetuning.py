@@ -385,12 +385,8 @@ def test_wrong_options_and_input_are_refused(run, tmp_path):
     assert_refused("already exists; choose", finetune_chat, run, data, run)
     broken = shutil.copytree(run / "model", tmp_path / "broken")
     new.mkdir()  # a refused or stopped command leaves an empty folder
-    for source, why in {
-        "raise_exception('No system role')": "No system role",
-        "'a' * 10**10": "it takes more .*",
-    }.items():
-        (broken / "chat_template.jinja").write_text(f"{{{{ {source} }}}}")
-        assert_refused(rf"does not render a chat \({why}\); correct", finetune_chat, broken, data, new)
+    (broken / "chat_template.jinja").write_text("{{ raise_exception('No system role') }}")
+    assert_refused(r"does not render a chat \(No system role\); correct", finetune_chat, broken, data, new)
     assert_refused("holds no model", finetune_chat, tmp_path, data, new)
     assert_refused("line 1 has no text", finetune_text, run, data, new)
     with RunLock(new):

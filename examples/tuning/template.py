@@ -8,7 +8,6 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from common.chat_rendering import TemplateLimitError
 from common.errors import UserError
 from modeling_gpt2scratch.prompts import turn_end
 
@@ -31,7 +30,7 @@ def template_errors() -> Iterator[None]:
     """Raise a `UserError` if the chat template is damaged or refuses a chat. Used as a decorator."""
     try:
         yield
-    except (TemplateError, TemplateLimitError) as error:
+    except TemplateError as error:
         raise UserError(
             f"The model's chat template does not render a chat ({error}); correct chat_template.jinja or the chats."
         ) from error

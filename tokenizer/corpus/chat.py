@@ -6,7 +6,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from common import chat_rendering
 from common.errors import UserError
 
 # OpenAI's ChatML, as in most templates on the Hub. TRL can limit the loss to the text between the `generation` marks.
@@ -70,7 +69,6 @@ class ChatTemplate:
         Message text that looks like a control token stays text."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        render = render_jinja_template if self.source == CHATML else chat_rendering.render  # which takes twice the time
         chat = normalized(messages)
         if chat is None:
             raise ValueError("it is not a list of messages with role and content")
@@ -89,9 +87,7 @@ class ChatTemplate:
                 while self.control.search(message[name]):  # a token can contain another one
                     message[name] = self.control.sub(masked_token, message[name])
         try:
-            [result], _ = render([chat], chat_template=self.source, **self.variables)
-        except chat_rendering.TemplateLimitError as error:
-            raise UserError(f"The chat template is not used: {error}; give another one.") from error
+            [result], _ = render_jinja_template([chat], chat_template=self.source, **self.variables)
         except Exception as error:  # a template can raise any exception
             raise ValueError(f"the chat template cannot render it: {' '.join(str(error).split())[:200]}") from error
         *parts, tail = self.control.split(result)  # text, token, text, token, ..., text

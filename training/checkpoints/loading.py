@@ -9,15 +9,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from common.chat_rendering import limit_tokenizers
 from common.errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM, loading, prompts
 from tokenizer.corpus import hub
 from tokenizer.store.store import TokenStore
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.run_folder import CONFIG_FILE, RunFolder, find_checkpoint
-
-limit_tokenizers()
 
 
 def find_model(name: str) -> str:
