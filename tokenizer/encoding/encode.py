@@ -20,9 +20,6 @@ from tokenizer.encoding.words import END, WordSplitter, blocks
 NO_TOKEN = -1  # no token follows the text
 TEXT_BYTES = 1024  # of words that are encoded together: the fastest of 256 to 16,000
 REMEMBERED_WORDS, REMEMBERED_IDS = 500_000, 4_000_000  # words and ids in memory, at most about 100 MB
-# Longer words are encoded in overlapping windows: Rust needs 45 bytes of memory per byte, and its time per byte grows
-# with the length of the word.
-WINDOW, OVERLAP = 1 << 16, 1 << 12  # in bytes
 PLAIN = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "ignore_merges": False}
 UNKNOWN = 0xFFFFFFFF
 FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's name of a byte token
@@ -99,15 +96,12 @@ class WordEncoder:
     The ids are those of `encode_batch_fast`, an order of magnitude faster: few of them pass through Python objects."""
 
     def __init__(self, rust: Tokenizer, dtype: np.dtype):
-        self.model, self.dtype = rust.model, dtype
+        self.dtype = dtype
         # Without a pattern: it receives words that END separates, which never merges.
         self.words = Tokenizer(rust.model)
         self.splitter = WordSplitter()
         self.names = {byte: character for character, byte in byte_level_alphabet().items()}
-        vocabulary = rust.get_vocab(with_added_tokens=False)
-        self.end = vocabulary[self.names[END[0]]]
-        self.lengths = np.zeros(max(vocabulary.values()) + 1, dtype=np.int64)  # bytes of each token
-        self.lengths[list(vocabulary.values())] = list(map(len, vocabulary))
+        self.end = rust.model.token_to_id(self.names[END[0]])
         self._forget()
 
     def _forget(self) -> None:
@@ -149,16 +143,13 @@ class WordEncoder:
         new = np.flatnonzero(numbers == -1)
         if not len(new):
             return numbers
-        new = new[np.argsort([len(distinct[i]) > WINDOW for i in new], kind="stable")]
         words = [distinct[i] for i in new]
         numbers[new] = np.arange(len(self.number), len(self.number) + len(new))
-        ids, counts = self._encode([word for word in words if len(word) <= WINDOW])
-        long = [self._encode_long(word) for word in words if len(word) > WINDOW]
-        counts = np.concatenate([counts, np.array(list(map(len, long)), dtype=np.int32)])
+        ids, counts = self._encode(words)
         self.number |= zip(words, numbers[new].tolist(), strict=True)
         self.first = np.concatenate([self.first, (len(self.pool) + np.cumsum(counts) - counts).astype(np.int32)])
         self.count = np.concatenate([self.count, counts])
-        self.pool = np.concatenate([self.pool, ids, *long])
+        self.pool = np.concatenate([self.pool, ids])
         return numbers
 
     def _encode(self, words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
@@ -169,31 +160,6 @@ class WordEncoder:
         ids = np.concatenate([np.zeros(0, self.dtype), *(np.array(encoding.ids, self.dtype) for encoding in encodings)])
         is_end = ids == self.end
         return ids[~is_end], np.diff(np.flatnonzero(is_end), prepend=-1).astype(np.int32) - 1
-
-    def _encode_long(self, word: bytes) -> np.ndarray:
-        """Return the ids of a word of any length, (n,).
-        A sequence of ids is correct if every two neighbors are the ids of their own text: then no merge reaches across.
-        So two windows can be joined if the second begins with an id of the first."""
-        windows, start, stop = [], 0, WINDOW
-        ids = self._window(word, start, stop)
-        while stop < len(word):
-            from_end = self.lengths[ids][::-1].cumsum()[::-1]  # (n,) bytes from each id to the end of the window
-            head = int((from_end > OVERLAP).sum())
-            middle = start + int(from_end[0] - from_end[head]) if head < len(ids) else stop
-            next_ids = self._window(word, middle, middle + WINDOW)
-            if 0 < head < len(ids) and next_ids[0] == ids[head]:
-                windows.append(ids[:head])
-                ids, start, stop = next_ids, middle, middle + WINDOW
-            else:
-                stop, first_id = 2 * stop - start, ids[0]
-                ids = self._window(word, start, stop)
-                if start and ids[0] != first_id:  # the windows are joined at this id
-                    return self._window(word, 0, len(word))
-        return np.concatenate([*windows, ids])
-
-    def _window(self, word: bytes, start: int, stop: int) -> np.ndarray:
-        text = word[start:stop].decode("latin-1").translate(self.names)
-        return np.array([token.id for token in self.model.tokenize(text)], dtype=self.dtype)
 
 
 @dataclass(frozen=True)
