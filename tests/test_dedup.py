@@ -2,13 +2,12 @@
 
 import random
 import sys
-import tracemalloc
 
 import numpy as np
 import pytest
 
 from conftest import assert_user_error
-from tokenizer.cleaning.dedup import BANDS, BLOCK_CHARACTERS, ROWS, MinHasher, repeated, repeated_keys
+from tokenizer.cleaning.dedup import BANDS, BLOCK_CHARACTERS, ROWS, MinHasher, repeated
 
 FOX = "The quick brown fox jumps over the lazy dog, and the dog sleeps on."
 CHINESE = "春天来了。公园里的花都开了。孩子们在草地上奔跑。老人们坐在长椅上晒太阳。大家都觉得这一天十分美好。" * 2
@@ -34,19 +33,14 @@ def blocks(keys: np.ndarray, block: int):
     return (keys[i : i + block] for i in range(0, len(keys), block))
 
 
-def repeats_of(keys: np.ndarray, memory: int = 128 << 20, block: int = 1000) -> np.ndarray:
-    return repeated_keys(lambda: blocks(keys, block), len(keys), memory)
-
-
 def test_bands_have_expected_values(hasher):
     assert hasher.bands(FOX)[:3].tolist() == [10785064068555023202, 14965718624359287907, 2082176215953572380]
     assert hasher.bands(CHINESE)[:2].tolist() == [13011511918108775046, 12533474677868480444]
     assert hasher.bands("?!")[:2].tolist() == [10184276088777479603, 15594927824249659844]
 
 
-@pytest.mark.parametrize("memory", [1, 2_000, 20_000])
 @pytest.mark.parametrize("block", [1, 97, 2000])
-def test_repeats_match_a_dictionary(memory, block):
+def test_repeats_match_a_dictionary(block):
     rng = np.random.default_rng(0)
     digests = rng.integers(0, 1 << 64, (300, 2), dtype=np.uint64)
     digests[:100, 0] = digests[100:200, 0]  # documents that share only half a digest are different
@@ -58,23 +52,8 @@ def test_repeats_match_a_dictionary(memory, block):
             named = {("digest", *row[:2]), *enumerate(row[2:])}
             expected.append(bool(named & seen))
             seen |= named
-        found = repeated(kind, lambda column, keys=keys: blocks(keys[:, column], block), len(keys), memory)
+        found = repeated(kind, lambda column, keys=keys: blocks(keys[:, column], block))
         assert found.tolist() == expected
-    assert not repeated("no", lambda column: iter(()), 3, memory).any()
-
-
-@pytest.mark.parametrize("identical", [False, True])
-def test_repeat_search_stays_within_its_memory(identical):
-    keys = np.random.default_rng(0).integers(0, 1 << 64, 300_000, dtype=np.uint64)
-    if identical:
-        keys[:] = keys[0]
-    repeats_of(keys[:9])  # imports pandas before memory is measured
-    tracemalloc.start()
-    marked = repeats_of(keys, memory=4 << 20)
-    peak = tracemalloc.get_traced_memory()[1] - marked.nbytes
-    tracemalloc.stop()
-    assert marked.sum() == (len(keys) - 1 if identical else 0)
-    assert peak < (8 << 20 if identical else 4 << 20)
 
 
 def test_slightly_changed_documents_are_near_duplicates(hasher):

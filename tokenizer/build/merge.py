@@ -21,7 +21,6 @@ import xxhash
 from common import schema
 from common.atomic import write_atomic
 from common.errors import UserError
-from common.machine import free_memory
 from tokenizer.build.worker import DocumentSettings, Part, part_file, row_type
 from tokenizer.cleaning import dedup
 from tokenizer.corpus.units import Unit
@@ -31,7 +30,6 @@ BLOCK_TOKENS = 1 << 21
 LONG_BYTES = 1 << 20  # a document above this and above the validation share of the text is divided between the splits
 CUT_REACH = 4 << 20  # bytes around the target position that are searched for the beginning of a line
 BYTES_BETWEEN_RECORDS = 64 << 20
-DEDUP_BYTES = 128 << 20
 NOWHERE, TRAIN, VAL, HEAD = range(4)  # destinations of a row; HEAD goes to train, the rest of its document to val
 TARGETS = {"train": (TRAIN, HEAD), "val": (VAL,)}
 
@@ -80,8 +78,9 @@ class Merger:
             self._verify(unit, "rows", xxhash.xxh3_64_hexdigest(rows))
             self.first_row.append(self.first_row[-1] + len(rows))
             self.first_document.append(self.first_document[-1] + int(rows["ends"].sum()))
-        memory = max(DEDUP_BYTES, free_memory() // 4)  # more memory saves passes over the keys
-        self.repeats = dedup.repeated(settings.dedup, self._keys, self.first_document[-1] + 1, memory)
+        self.repeats = np.zeros(self.first_document[-1] + 1, bool)
+        if settings.dedup != "no":
+            self.repeats[:-1] = dedup.repeated(settings.dedup, self._keys)
         self.repeated = int(self.repeats.sum())
         self.documents, size, is_split, long = self._survey()
         self.record = work / "merged.json"

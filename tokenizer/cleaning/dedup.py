@@ -8,7 +8,6 @@ shares a key with an earlier one. So the result depends only on the documents an
 import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -36,7 +35,6 @@ PI = 0x243F6A8885A308D3  # 64 bits of pi's fraction
 # Number of characters split at a time, so that their arrays stay in the CPU cache. A word across a cut counts as two
 # words, which affects about one word in ten thousand.
 BLOCK_CHARACTERS = 1 << 16
-KEY_BYTES = 48  # memory per key, with its document and its place in the table
 
 
 @dataclass
@@ -119,55 +117,16 @@ def _letters() -> np.ndarray:
     return letters
 
 
-def repeated(kind: str, columns: Callable[[int], Iterator[np.ndarray]], documents: int, memory: int) -> np.ndarray:
+def repeated(kind: str, columns: Callable[[int], Iterator[np.ndarray]]) -> np.ndarray:
     """Return a mask of repeated documents, (documents,) bool: an earlier document has the same digest or shares a band.
     A document is dropped if any earlier document is near it, even if that document is itself dropped. In a chain in
     which each document resembles only the previous one, only the first stays. If two different documents come first and
     a third resembles both, the first two stay; a search for clusters would keep one.
-    `columns` yields a column of keys in order of documents, in blocks (n,) uint64. `memory`: see `repeated_keys`."""
-    mask = np.zeros(documents, bool)
-    for column in range(KEYS[kind]):
-        repeats = repeated_keys(partial(columns, column), documents, memory)
-        if 0 < column < DIGEST_KEYS:
-            mask &= repeats  # a repeated digest repeats both halves
-        else:
-            mask |= repeats
-    return mask
-
-
-def repeated_keys(read_blocks: Callable[[], Iterator[np.ndarray]], documents: int, memory: int) -> np.ndarray:
-    """Return a mask of documents with the key of an earlier one, (documents,) bool. Keys are uniform 64-bit hashes.
-    `memory`: working memory in bytes, in addition to the result and two blocks; up to twice as much is used if most
-    keys are equal. Keys that do not fit are processed in several passes over ranges."""
+    `columns` yields a column of keys in order of documents, in blocks (n,) uint64."""
     import pandas  # installed with datasets; training from a store needs neither
 
-    capacity = max(4, memory // KEY_BYTES)
-    passes = documents // (capacity - capacity // 4) + 1  # a quarter of the memory is a reserve for repeats and chance
-    mask = np.zeros(documents, bool)
-    for number in range(passes):
-        low, end = ((n << 64) // passes for n in (number, number + 1))
-        distinct = np.zeros(0, np.uint64)
-        for keys, owners in _batches(read_blocks(), low, end - 1 - low, capacity):
-            count, table = len(distinct), np.concatenate([distinct, *keys])
-            keys.clear()  # free memory for the table
-            repeats = pandas.Series(table, copy=False).duplicated().to_numpy()
-            mask[np.concatenate(owners)[repeats[count:]]] = True
-            distinct = table[~repeats]
+    masks = (pandas.Series(np.concatenate([*columns(i)])).duplicated().to_numpy() for i in range(KEYS[kind]))
+    mask = next(masks) & next(masks)  # a repeated digest repeats both halves
+    for band in masks:
+        mask |= band
     return mask
-
-
-def _batches(
-    blocks: Iterator[np.ndarray], low: int, span: int, size: int
-) -> Iterator[tuple[list[np.ndarray], list[np.ndarray]]]:
-    """Yield the keys from `low` to `low + span` and their document numbers, slightly more than `size` at a time."""
-    keys, owners, count, start = [], [], 0, 0
-    for block in blocks:
-        places = (block - low <= span).nonzero()[0]
-        keys.append(block[places])
-        owners.append(places + start)
-        count, start = count + len(places), start + len(block)
-        if count > size:
-            yield keys, owners
-            keys, owners, count = [], [], 0
-    if keys:
-        yield keys, owners
