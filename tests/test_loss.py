@@ -5,7 +5,6 @@ import torch.nn.functional as F  # noqa: N812
 
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.data.tokens import IGNORE_INDEX
-from training.step.embedding import make_embeddings_deterministic
 from training.step.loss import NextTokenLoss, _nats_of_one_kernel, linear_cross_entropy, second_targets
 
 # (rows, width, vocabulary): one chunk, then three; 1100 columns are computed as 1152, 50 as they are.
@@ -125,7 +124,6 @@ def test_compiled_gradients_equal_eager_gradients(backend):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = GPT2ScratchForCausalLM(GPT2ScratchConfig(vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2))
-    make_embeddings_deterministic(model.transformer)
     loss, ids = NextTokenLoss(model), torch.randint(0, 64, (2, 16))
     states, weight, targets = problem(*SHAPES[-1])
     for function, arguments, tensors in (

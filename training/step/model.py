@@ -14,7 +14,6 @@ from common.errors import UserError
 from common.limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.runtime.device import Setup
-from training.step.embedding import make_embeddings_deterministic
 
 
 @dataclass
@@ -95,7 +94,6 @@ def build_model(
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
-    make_embeddings_deterministic(model.transformer)
     if setup.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if setup.bf16_residual:
