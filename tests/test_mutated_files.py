@@ -128,7 +128,7 @@ def read_checkpoint(run: Path, store: TokenStore) -> None:
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        *((name, read_logs) for name in ("metrics.jsonl", "events.jsonl", "report.json", "evaluation/evaluation.json")),
+        *((name, read_logs) for name in ("report.json", "evaluation/evaluation.json")),
         ("status.json", read_status),
         *((name, read_other) for name in OTHERS),
         *((f"{NEWEST}/{name}", read_checkpoint) for name in ("manifest.json", "training_state/state.json")),

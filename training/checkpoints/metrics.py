@@ -1,97 +1,30 @@
 """Readers of metrics.jsonl (one object per log line, with the names of Transformers' Trainer) and events.jsonl
 (status.py).
 
-An invalid line, cut off by a crash or edited by hand, is skipped, so that it cannot make a run fail at its report.
+A line that a crash cut off is skipped.
 """
 
 import json
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common import schema
 from common.atomic import write_atomic
-
-VALIDATION_KEYS = {"epoch", "eval_loss", "eval_perplexity", "eval_bits_per_byte", "eval_tokens"}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the entries of a metrics.jsonl: log lines and validations. All their values are numbers."""
-    return [entry for entry in _objects(path) if _is_metrics(entry)]
+    """Return the objects of a metrics.jsonl: log lines and validations."""
+    entries = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        with suppress(ValueError):  # a line that a crash cut off
+            entries.append(json.loads(line))
+    return [entry for entry in entries if isinstance(entry, dict)]
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    return [entry for entry in _objects(path) if {"time", "event"} <= entry.keys() and _fits(entry)]
-
-
-def _objects(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(entry, dict) and _is_count(entry.get("step")):
-            yield entry
-
-
-def _is_metrics(entry: dict[str, Any]) -> bool:
-    keys = VALIDATION_KEYS if "eval_loss" in entry else {"tokens"}
-    is_whole = keys <= entry.keys() and all(map(_is_number, entry.values()))
-    is_logged = "tokens" not in entry or (_is_count(entry["tokens"]) and entry["step"] > 0)
-    return is_whole and is_logged and entry.get("tokens_per_second", 1) > 0
-
-
-def _fits(event: dict[str, Any]) -> bool:
-    keys = {"spike": {"loss", "z_score"}, "advice": {"about", "text"}}.get(str(event.get("event")), set())
-    try:
-        details = {name: schema.build(event[name], kind) for name, kind in DETAILS.items() if name in event}
-        is_zoned = "time" not in details or datetime.fromisoformat(details["time"]).tzinfo is not None
-    except ValueError:
-        return False
-    starts = details.get("earlier", [])
-    is_whole = keys <= event.keys() and all("step" in start and _fits(start) for start in starts)
-    return is_zoned and is_whole and ("planned" not in details or details["planned"].is_possible)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**62
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is float or (type(value) is int and abs(value) < 2**62)
-
-
-@dataclass
-class Planned:
-    """Estimate of a run, recorded in its first event."""
-
-    steps: int
-    evaluation_share: float
-    memory_bytes: float
-    tokens_per_second: float | None  # None exactly if `hours` is None
-    hours: float | None
-
-    @property
-    def is_possible(self) -> bool:
-        """True if the numbers are valid for reports."""
-        is_one_unknown = (self.tokens_per_second is None) != (self.hours is None)
-        largest = max(abs(number or 0) for number in vars(self).values())
-        return not is_one_unknown and largest < 1e18 and self.steps >= 1 > self.evaluation_share
-
-
-DETAILS = {
-    **dict.fromkeys(("time", "event", "environment", "about", "text", "checkpoint", "because"), str),
-    "step": int,
-    "loss": float,
-    "z_score": float,
-    "planned": Planned,
-    "changes": list[str],
-    "earlier": list[dict[str, Any]],
-}
+    """Return the objects of an events.jsonl."""
+    return read_metrics(path)
 
 
 def forget_after(path: Path, step: int, keeps_scores: bool = True) -> None:
