@@ -27,19 +27,16 @@ from rich.cells import cell_len
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from common import schema
-from common.atomic import file_sha256
 from common.command_line import FlagParser, run
 from common.errors import UserError
 from common.limits import setting
 from common.progress import IN_NOTEBOOK
-from modeling_gpt2scratch.loading import WEIGHTS, ModelError, arrange_weights, check_logits
+from modeling_gpt2scratch.loading import ModelError, arrange_weights, check_logits
 from modeling_gpt2scratch.prompts import chat_ids, encode_prompt, end_tokens
 from training.checkpoints.loading import find_model, load_any_model, model_errors
 from training.evaluation.sampling import TextStream, compiled, continue_texts, continue_tokens, generation_config
 
 REPOSITORY = Path(__file__).parent
-RECORD = REPOSITORY / "benchmarks" / "results" / "root-model.json"  # facts about the model in this repository
 BATCH_SIZE = 32  # continuations per batch; GPT-2's keys and values take 75 MB per continuation at full context in fp32
 CONTROL = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")  # all but tab and line breaks
 CHAT_HELP = """\
@@ -71,7 +68,7 @@ def main(arguments: list[str]) -> None:
     (options,) = FlagParser((GenerateArguments,), __doc__.splitlines()[0], positional="model").parse(arguments)
     if options.chat and (options.num_return_sequences > 1 or options.torch_compile):
         raise UserError("num_return_sequences and torch_compile do not apply to a chat; leave them out.")
-    source = find_model(options.model or root_model())
+    source = find_model(options.model or str(REPOSITORY))
     model, tokenizer = load_any_model(source, options.dtype)
     # Keep only the end-of-text tokens. The flags set all other values. A max_length here would cause a warning in every
     # window.
@@ -105,18 +102,6 @@ def main(arguments: list[str]) -> None:
         batch = min(BATCH_SIZE, options.num_return_sequences - start)
         for text in continue_texts(model, tokenizer, options.prompt, batch, number, config):
             write(f"{options.prompt}{text}\n")
-
-
-def root_model() -> str:
-    """Return the folder of this repository, which holds a model. Raise a `UserError` if its weights are others."""
-    weights = REPOSITORY / WEIGHTS
-    if not weights.is_file() or file_sha256(weights) != schema.read(RECORD)["files"][WEIGHTS]:
-        problem = "has another SHA-256 than the model of this repository" if weights.is_file() else "is missing"
-        raise UserError(
-            f"{weights} {problem}; restore it with git checkout {WEIGHTS} (if it is a pointer of Git LFS, with "
-            "git lfs pull), or name a model: python generate.py runs/x."
-        )
-    return str(REPOSITORY)
 
 
 def chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, config: GenerationConfig) -> None:
