@@ -51,7 +51,7 @@ def measure(path: Path) -> dict[str, dict[str, float]]:
     order, plan = WindowOrder(N_TOKENS, CONTEXT, seed=1), BatchPlan(CONTEXT, ROWS, 1, 1)
     documents = Documents(np.append(np.arange(0, N_TOKENS, 700), N_TOKENS), has_eos=True)
     in_ram = torch.from_numpy(ids.view("<i2"))
-    file = MemoryMap(path, "uint16", VOCAB_SIZE)
+    file = MemoryMap(path, "uint16")
     nanogpt = rows_one_by_one(lambda: np.memmap(path, dtype=np.uint16, mode="r"), ROWS, CONTEXT, CPU)
     ram, masked, mapped = (
         TrainBatches(tokens, order, plan, rank=0)

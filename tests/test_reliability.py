@@ -373,18 +373,6 @@ def test_a_full_disk_ends_in_one_sentence_and_keeps_the_last_checkpoint(launch, 
     assert_user_error(sentence, refuse_full_disk, RunFolder(run), 10**15)
 
 
-def test_a_store_truncated_during_training_ends_in_one_sentence(store, start, tmp_path):
-    copy = Path(shutil.copytree(store.folder, tmp_path / "store"))
-    often = {"max_steps": 10**6, "save_steps": 10, "logging_steps": 10}
-    process = start(tmp_path / "run", data=copy, data_placement="mmap", **often)
-    wait_until(lambda: RunFolder(tmp_path / "run").newest_step() > 0)
-    os.truncate(copy / "train.bin", 1000)
-    _, errors = process.communicate(timeout=600)
-    assert process.returncode == 1
-    assert "train.bin has 1,000 bytes now instead of" in errors
-    assert "Traceback" not in errors
-
-
 def all_files(checkpoint: Path) -> list[Path]:
     return sorted(path for path in checkpoint.rglob("*") if path.is_file())
 

@@ -214,7 +214,7 @@ def place_tokens(store: TokenStore, split: str, place: str, device: torch.device
     if mask_documents:
         documents = Documents(store.offsets(split), has_eos=store.metadata.eos_token_id is not None)
     if place == "mmap":
-        file = MemoryMap(store.folder / f"{split}.bin", store.metadata.dtype, store.metadata.vocab_size)
+        file = MemoryMap(store.folder / f"{split}.bin", store.metadata.dtype)
         return Tokens(file.tensor(), device, documents, file)
     store.check_ids(split)
     tokens = store.in_memory(split)

@@ -13,8 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from common.errors import UserError
-
 IGNORE_INDEX = -100  # target that cross-entropy ignores
 SIGNED_TYPES = {"uint16": torch.int16, "uint32": torch.int32}
 UNSIGNED_TYPES = {torch.int16: torch.uint16, torch.int32: torch.uint32}
@@ -57,8 +55,8 @@ class Documents:
 class MemoryMap:
     """Memory map of a split's file."""
 
-    def __init__(self, path: Path, dtype: str, vocab_size: int):
-        self.path, self.dtype, self.vocab_size = path, dtype, vocab_size
+    def __init__(self, path: Path, dtype: str):
+        self.dtype = dtype
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         if hasattr(mmap, "MADV_RANDOM"):  # read-ahead of megabytes per window stalls a cold file for 100 ms and more
@@ -83,25 +81,6 @@ class MemoryMap:
             if size > 0:
                 self._map.madvise(mmap.MADV_WILLNEED, start, size)
 
-    def check_size(self) -> None:
-        """Raise a `UserError` if the file was truncated: reading beyond its end would kill the process. Takes 1 us."""
-        size = self._map.size()  # size of the file
-        if size < len(self._map):
-            raise UserError(
-                f"{self.path} has {size:,} bytes now instead of {len(self._map):,}: it was changed while it was being "
-                "read. Restore it, and resume the run."
-            )
-
-    def check_ids(self, rows: torch.Tensor) -> None:
-        """Raise a `UserError` for an id outside the vocabulary in the gathered rows.
-        This takes 4 us for 64 x 513, while a check of a whole large file would take minutes."""
-        largest = int(rows.numpy().view(self.dtype).max())
-        if largest >= self.vocab_size:
-            raise UserError(
-                f"{self.path} holds token id {largest}, beyond its vocabulary of {self.vocab_size}; the file or "
-                f"metadata.json was changed. Delete {self.path.parent} and create it again."
-            )
-
 
 @dataclass(frozen=True)
 class Tokens:
@@ -117,11 +96,7 @@ class Tokens:
 
     def batch(self, starts: np.ndarray, context: int) -> Batch:
         """Return the windows that begin at `starts`, (B,) int64, with the next tokens as targets, without waiting."""
-        if self.file is not None:
-            self.file.check_size()
         rows = self._gather(starts, context + 1)  # (B, T + 1)
-        if self.file is not None:
-            self.file.check_ids(rows)
         if self.device.type in ("cpu", "cuda"):
             rows = _sent(rows, self.device).view(UNSIGNED_TYPES[rows.dtype])
         else:  # Apple GPUs do not support all unsigned types
