@@ -23,7 +23,7 @@ from common.errors import UserError, as_os_error
 from common.limits import setting
 from common.removal import discard
 from publishing.card import FolderArguments
-from publishing.hub_folder import TWIN, assemble, check_code, check_native
+from publishing.hub_folder import TWIN, assemble, check_native
 from publishing.onnx_file import check_onnx
 from publishing.published_model import PublishedModel, all_folders, find_folder, hub_folder_of
 from publishing.upload import Repository, check_access, check_repo_id, download, published_files, upload
@@ -61,9 +61,6 @@ def main(arguments: list[str]) -> None:
         )
     # All checkpoints are checked before the first one is published.
     checkpoints = all_folders(folder) if push.revisions else []
-    if options.has_code and not options.trust_folder_code:
-        for candidate in (folder, *checkpoints):
-            check_code(candidate)
     if options.has_native or options.gguf:
         check_native(folder)
     if options.onnx_types:

@@ -1,12 +1,13 @@
 """Folder for the Hub: an allow-list of files, optional formats, and the model card."""
 
+import filecmp
+import itertools
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-from common.atomic import file_sha256, set_default_permissions, write_atomic
-from common.errors import UserError
+from common.atomic import set_default_permissions, write_atomic
 from common.removal import renew
 from modeling_gpt2scratch import GPT2ScratchConfig, configuration_gpt2scratch, loading
 from modeling_gpt2scratch.conversion_gpt2scratch import native_kind, save, to_native
@@ -24,7 +25,6 @@ from training.checkpoints.run_folder import HUB_FILES
 CODE = ("configuration_gpt2scratch.py", "modeling_gpt2scratch.py")
 PUBLIC_FILES = (WEIGHTS, SHARDS, INDEX, CONFIG, GENERATION, *TOKENIZER, TEMPLATES, *CODE)
 OUR_CODE = Path(configuration_gpt2scratch.__file__).parent
-RELEASED_CODE = Path(__file__).with_name("released_code.txt")  # SHA-256 and name of each version of CODE
 TWIN = "native"  # name of the subfolder with the native twin
 
 
@@ -39,8 +39,10 @@ def assemble(
     if options.has_code:
         _copy(release.folder, PUBLIC_FILES, destination)
         if not options.trust_folder_code:
-            for name in CODE:  # the current version, which also loads models of older ones
+            _, *others = filecmp.cmpfiles(OUR_CODE, destination, CODE, shallow=False)  # those that differ or are absent
+            for name in itertools.chain(*others):  # the current version also loads models of older ones
                 shutil.copy(OUR_CODE / name, destination / name)
+                print(f"{name} is this version's, not that of {release.folder}, which --trust_folder_code publishes.")
             _set(destination / CONFIG, "auto_map", configuration_gpt2scratch.AUTO_MAP)
     if options.has_native:
         twin = to_native(model)
@@ -73,18 +75,6 @@ def _copy(folder: Path, patterns: tuple[str, ...], destination: Path) -> None:
     for name in model_files(folder, patterns):
         (destination / name).parent.mkdir(exist_ok=True)
         shutil.copy(folder / name, destination / name)
-
-
-def check_code(folder: Path) -> None:
-    """Raise a `UserError` for Python files that are not from a version of this project. They would run on every machine
-    that loads the published model."""
-    hashes = set(RELEASED_CODE.read_text(encoding="utf-8").split())
-    for path in (folder / name for name in model_files(folder, CODE)):
-        if file_sha256(path) not in {*hashes, file_sha256(OUR_CODE / path.name)}:
-            raise UserError(
-                f"{path} does not match any version of this project; read it, then add --trust_folder_code to publish "
-                f"it, or append its SHA-256 to {RELEASED_CODE} to publish the current version: {file_sha256(path)}."
-            )
 
 
 def check_native(folder: Path) -> None:
