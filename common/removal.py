@@ -108,5 +108,6 @@ def _empty(trash: Path, patterns: Iterable[str], path: Path) -> Path | None:
 def is_known(name: str, patterns: Iterable[str]) -> bool:
     """Return whether a relative path, or that of the file whose `write_atomic` was killed, matches a pattern in
     `patterns` or in `LITTER`."""
-    path = PurePosixPath("/", name.removesuffix(".tmp"))  # a pattern without a slash at its beginning matches the end
-    return any(path.match(f"/{pattern}".removeprefix("/**/")) for pattern in (*LITTER, *patterns))
+    patterns = [f"/{pattern}".removeprefix("/**/") for pattern in (*LITTER, *patterns)]
+    paths = [PurePosixPath("/", path) for path in (name, name.removesuffix(".tmp"))]
+    return any(path.match(pattern) for path in paths for pattern in patterns)  # without a first slash: at the end

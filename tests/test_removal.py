@@ -254,6 +254,15 @@ def test_discard_deletes_only_known_files_and_follows_no_link(tmp_path):
     assert (tmp_path / "elsewhere" / "a.bin").exists()
 
 
+def test_a_mark_that_could_not_be_written_is_no_file_of_a_user(tmp_path):
+    """As on a full drive: the file was created, but has no content."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".gpt2scratch.json.tmp").touch()
+    assert may_hold_run(RunFolder(tmp_path / "run"))
+    (tmp_path / "run" / "notes.tmp").touch()
+    assert not may_hold_run(RunFolder(tmp_path / "run"))
+
+
 def test_a_killed_removal_is_completed(tmp_path):
     write(tmp_path / ".x.removed", "a.bin", "mine.txt")
     write(tmp_path / "x", "a.bin")
