@@ -163,7 +163,10 @@ def _metadata(release: PublishedModel, repository: Repository, options: FolderAr
         elif release.facts is not None:  # the store is gone, but the report names the Hub datasets
             values["datasets"] = sorted(release.facts["data"].get("commits", {}))
     tasks = release.evaluation.get("tasks", {"configs": {}})
-    results = [*validation_results(release), *release.harness, *harness_entries(tasks)]
+    of_tasks = list(harness_entries(tasks))
+    names = {(result.unique_identifier, result.dataset_name) for result in of_tasks}  # each task has one source
+    others = [result for result in release.harness if (result.unique_identifier, result.dataset_name) not in names]
+    results = [*validation_results(release), *others, *of_tasks]
     with suppress(*NONSENSE):  # of the page of a model without a run
         earlier = model_index_to_eval_results(metadata["model-index"])[1] if training is None else []
         new = {(result.unique_identifier, result.metric_type) for result in results}

@@ -6,17 +6,19 @@ import math
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from test_publishing import card_of
+from test_publishing import MINE, card_of
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import MODERN_RUN, REPOSITORY, assert_user_error, prose, tokenized, trained
 from modeling_gpt2scratch.conversion_gpt2scratch import convert
+from publishing.card import FolderArguments, _metadata
 from publishing.published_model import PublishedModel
 from training import evaluate
 
@@ -139,9 +141,15 @@ def test_the_card_shows_harness_results_only_of_its_own_weights(results, checkpo
     assert entries["which", "acc"].metric_value == results["results"]["which"]["acc,none"]
     assert entries["which", "acc"].dataset_split == "test"
     assert entries["which", "acc"].source_name == f"lm-eval {lm_eval.__version__}, 0-shot"
+    assert len(entries) == len(card.data.eval_results)
     assert "## Evaluation\n\n| task | metric | value | source |" in card.text
     [path] = evaluations.glob("*/results_*.json")
     content = json.loads(path.read_text())
+    ours = content | {"results": {"which": {"acc,none": 0.25}}, "configs": {"which": content["configs"]["which"]}}
+    release = replace(PublishedModel.read(checkpoint), evaluation={"tasks": ours | {"n-shot": {"which": 2}}})
+    results = _metadata(release, MINE, FolderArguments(), "gpt2").eval_results
+    [entry] = [entry for entry in results if entry.dataset_name == "which"]
+    assert (entry.metric_type, entry.metric_value, entry.source_name[-6:]) == ("acc", 0.25, "2-shot")
     newer = {name: dict.fromkeys(values, 0.5) for name, values in content["results"].items()}
     for name, more in (("part", {"results": newer, "config": {"limit": 2}}), ("again", {"results": newer})):
         (path.parent / f"results_{name}.json").write_text(json.dumps(content | more))
