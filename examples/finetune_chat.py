@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.errors import UserError
 from examples.tuning.base import load
 from examples.tuning.measurements import MEASURED, Learned, mean_loss, score, until
-from examples.tuning.records import read_examples, splits
+from examples.tuning.records import read_examples, splits, with_system
 from examples.tuning.settings import parse, start
 from examples.tuning.template import give_template, template_errors, without_control_tokens
 from examples.tuning.trainer import lora, shared_settings, train_and_save
@@ -39,11 +39,13 @@ def chat_of(record: dict[str, Any]) -> dict[str, Messages]:
             f"has no chat, but only {', '.join(filter(None, record)) or 'no field'}{hint}; each record must be "
             '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
         )
-    if (chat := normalized(found)) is None:
+    if (chat := normalized(with_system(record, found))) is None:
         raise ValueError("has a message without a role or without text; each message needs both (role and content)")
     roles = [message["role"] for message in chat]
     if "assistant" not in roles[1:]:
         raise ValueError(f"has no answer of the role assistant, but only {', '.join(dict.fromkeys(roles))}")
+    if not any(message["content"].strip() for message in chat if message["role"] == "assistant"):
+        raise ValueError("has only an empty answer of the role assistant")
     return {"messages": chat}
 
 
@@ -105,8 +107,10 @@ def main(arguments: list[str]) -> None:
     answers = [first_answer(chat, tokenizer, turn_end) for chat in held_out["messages"]]
     answers = [(prompt, answer) for prompt, answer in answers if len(prompt) < context][:MEASURED]
     if not (lengths and len(trainer.eval_dataset) and answers):  # TRL drops examples without an answer
+        which, remedy = ("held-out chats", ", or choose another --seed") if lengths else ("chats", "")
         raise UserError(
-            f"In {tuning.data}, the assistant's turns start after the context of {context} tokens; shorten the chats."
+            f"In {tuning.data}, the assistant's turns of all {which} start after the context of {context} tokens; "
+            f"shorten them{remedy}."
         )
     scored = trainer.eval_dataset.select(range(min(MEASURED, len(trainer.eval_dataset))))
 

@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.limits import setting
 from examples.tuning.base import load
 from examples.tuning.measurements import MEASURED, Learned, score, until
-from examples.tuning.records import UselessError, read_examples, splits
+from examples.tuning.records import UselessError, read_examples, splits, with_system
 from examples.tuning.settings import Tuning, parse, start
 from examples.tuning.template import give_template, template_errors, without_control_tokens
 from examples.tuning.trainer import lora, shared_settings, train_and_save
@@ -42,9 +42,14 @@ def pair_of(record: dict[str, Any]) -> dict[str, Any]:
         hint = "; examples.finetune_chat reads chats" if "messages" in record else ""
         raise ValueError(f"has no {' and no '.join(missing)}; each record needs prompt, chosen and rejected{hint}")
     pair = {name: record[name] for name in ("prompt", "chosen", "rejected") if record.get(name)}
+    if all(isinstance(part, str) for part in pair.values()) and "prompt" in pair:
+        answers = {name: pair[name] for name in ("chosen", "rejected")}
+        if all(answer.startswith(pair["prompt"]) for answer in answers.values()):
+            pair |= {name: answer.removeprefix(pair["prompt"]) for name, answer in answers.items()}
     if "prompt" in pair:
         turns = {name: [{"role": "user" if name == "prompt" else "assistant", "content": pair[name]}] for name in pair}
         pair = {name: turns[name] if isinstance(pair[name], str) else pair[name] for name in pair}
+        pair["prompt"] = with_system(record, pair["prompt"])
     if not all(isinstance(part, str) for part in pair.values()):
         pair = {name: normalized(part) for name, part in pair.items()}
     if None in pair.values():
@@ -83,8 +88,12 @@ def main(arguments: list[str]) -> None:
         processing_class=tokenizer,
         peft_config=lora(tuning),
     )
-    if not (len(trainer.train_dataset) and len(trainer.eval_dataset)):  # TRL drops pairs whose prompt fills the context
-        raise UserError(f"In {tuning.data}, the prompts fill the context of {context} tokens; shorten them.")
+    for part, remedy in ((trainer.train_dataset, ""), (trainer.eval_dataset, ", or choose another --seed")):
+        if not len(part):  # TRL drops pairs whose prompt fills the context
+            which = "held-out prompts" if remedy else "prompts"
+            raise UserError(
+                f"In {tuning.data}, the {which} fill the context of {context} tokens; shorten them{remedy}."
+            )
     scored = trainer.eval_dataset[:MEASURED]
     answers = {name: [until(turn_end, ids) for ids in scored[f"{name}_ids"]] for name in ("chosen", "rejected")}
 

@@ -215,6 +215,12 @@ def test_a_pair_is_text_or_messages_and_its_prompt_may_be_implicit():
     with pytest.raises(ValueError, match="no common beginning"):
         finetune_preferences.pair_of(pair("u", "a", [user, bad]))  # only one of them repeats the prompt
     assert finetune_preferences.pair_of({"chosen": "u: a", "rejected": "u: b"}) == pair("u:", " a", " b")
+    messages = {name: [{"role": "assistant", "content": f" {name}"}] for name in ("chosen", "rejected")}
+    system = {"role": "system", "content": "s"}
+    assert finetune_preferences.pair_of({"system": "s"} | pair("u", "u chosen", "u rejected")) == {
+        "prompt": [system, user],
+        **messages,
+    }
 
 
 def test_chats_of_other_formats_are_read():
@@ -224,6 +230,11 @@ def test_chats_of_other_formats_are_read():
     texts, turns = {"prompt": "a\n\nb", "completion": "c"}, {"prompt": [asked], "completion": [answer]}
     for record in (alpaca, texts, turns, shared):
         assert finetune_chat.chat_of(record) == {"messages": [asked, answer]}
+        system = {"role": "system", "content": "s"}
+        assert finetune_chat.chat_of(record | {"system": "s"}) == {"messages": [system, asked, answer]}
+    for more, sentence in ({"output": " "}, "only an empty answer"), ({"history": [["q", "a"]]}, "turns in history"):
+        with pytest.raises(ValueError, match=sentence):
+            finetune_chat.chat_of(alpaca | more)
 
 
 def test_all_examples_of_a_prompt_are_held_out_or_none():
@@ -351,7 +362,8 @@ def test_chats_longer_than_the_context_are_cut_or_refused(run, tmp_path, capsys)
     output = capsys.readouterr().out
     assert "5 of 11 chats are shorter than the context of 48 tokens; 6 are cut to it, and 0, whose answers" in output
     data.write_text("".join(chat(prose(i, 100), "They are.") for i in range(4)))
-    assert_refused("assistant's turns start after the context of 48", finetune_chat, run, data, tmp_path / "other")
+    sentence = "assistant's turns of all chats start after the context of 48"
+    assert_refused(sentence, finetune_chat, run, data, tmp_path / "other")
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,14 @@ def read_examples(tuning: Tuning, example_of: Callable[[dict[str, Any]], Any]) -
     return examples
 
 
+def with_system(record: dict[str, Any], messages: Any) -> Any:
+    """Return messages after the record's `system` prompt; raise a `ValueError` if it has earlier turns elsewhere."""
+    if record.get("history"):
+        raise ValueError("has earlier turns in history, which is not read; write them as messages")
+    has_system = record.get("system") and isinstance(messages, list)
+    return [{"role": "system", "content": record["system"]}, *messages] if has_system else messages
+
+
 def splits(examples: list[Any], prompts: list[Any], tuning: Tuning, unit: str) -> tuple[Dataset, Dataset]:
     """Split into examples for training and a held-out tenth of the prompts, with all of their examples. A prompt may be
     a list of messages. Raise a `UserError` for fewer than two prompts."""

@@ -20,6 +20,7 @@ from training.checkpoints.run_folder import repository_name
 from training.guard.lock import RunLock
 from training.runtime.distributed import on_main
 
+FEW_STEPS = 20
 FILES = (*MODEL_FILES, RECORD, "README.md", "adapter/*")  # of an output folder
 
 
@@ -83,6 +84,8 @@ def train_and_save(
 
     try:
         before = on_main(trainer.accelerator, measure_first)
+        if len(trainer.train_dataset) * tuning.num_train_epochs < FEW_STEPS * trainer.args.train_batch_size:
+            trainer.args.warmup_steps = 0  # the first step of a warm-up has the rate 0
         trainer.train()
         if not trainer.is_world_process_zero():
             return

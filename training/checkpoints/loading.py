@@ -65,10 +65,9 @@ def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT
     with model_errors():
         model = loading.load_model(source, dtype)
     if not isinstance(model, GPT2ScratchForCausalLM):
-        raise UserError(
-            f"{source} is a {type(model).__name__}, not a model of this project. GPT-2 models can be converted first: "
-            f"python -m modeling_gpt2scratch.conversion_gpt2scratch {source} DST"
-        )
+        command = f"python -m modeling_gpt2scratch.conversion_gpt2scratch {source} DST"
+        remedy = f" Convert it first: {command}" if model.config.model_type == "gpt2" else ""
+        raise UserError(f"{source} is a {type(model).__name__}, not a model of this project.{remedy}")
     return model
 
 
