@@ -31,7 +31,7 @@ from training.config import read_config
 from training.data.run_data import is_store, name_of
 
 FILES = "small-data-*mb.jsonl"
-FLOPS = {1.0: 2e13, 5.0: 1.6e14}  # about four and six epochs of the text
+FLOPS = {1.0: 2e13, 5.0: 1.6e14, 20.0: 6e14}  # about four, six and four epochs of the text
 SPARING = {"sample_tokens": 0, "save_total_limit": 2}
 # nanoGPT's config/train_shakespeare_char.py, for the model that --budget chooses for GPT-2.
 NANOGPT = {"learning_rate": 1e-3, "min_learning_rate": 1e-4, "lr_scheduler_type": "cosine"}
@@ -45,7 +45,7 @@ ARMS = {BUDGET: {}, GPT2: {"family": "gpt2"}, "GPT-2, nanoGPT's settings": NANOG
 class SmallDataArguments:
     data: str = setting("state-of-the-union", "Text.")
     megabytes: float = setting(5.0, "Size of the training and validation text, from its beginning.", above=0)
-    flops: float | None = setting(None, "FLOPs of a run. Default: 2e13 for 1 MB, 1.6e14 for 5 MB.", above=0)
+    flops: float | None = setting(None, "FLOPs of a run. Default: 2e13 for 1 MB, 1.6e14 for 5, 6e14 for 20.", above=0)
     seeds: list[int] = setting([1337, 1, 2], "Seeds of the runs.")
     init_from: str | None = setting(None, "A pretrained model, from which further runs start, of one epoch each.")
     workers: int = setting(2, "Runs at once, on one thread each; 0 only writes the page.")
