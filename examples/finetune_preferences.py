@@ -42,14 +42,13 @@ def pair_of(record: dict[str, Any]) -> dict[str, Any]:
         hint = "; examples.finetune_chat reads chats" if "messages" in record else ""
         raise ValueError(f"has no {' and no '.join(missing)}; each record needs prompt, chosen and rejected{hint}")
     pair = {name: record[name] for name in ("prompt", "chosen", "rejected") if record.get(name)}
-    if all(isinstance(part, str) for part in pair.values()) and "prompt" in pair:
-        answers = {name: pair[name] for name in ("chosen", "rejected")}
-        if all(answer.startswith(pair["prompt"]) for answer in answers.values()):
-            pair |= {name: answer.removeprefix(pair["prompt"]) for name, answer in answers.items()}
+    if len(pair) == 3 and all(isinstance(part, str) for part in pair.values()) and " " in pair["prompt"]:
+        answers = {name: pair[name].removeprefix(pair["prompt"]) for name in ("chosen", "rejected")}
+        if all(answer[:1].isspace() and answer != pair[name] for name, answer in answers.items()):
+            pair |= answers  # without the prompt that they repeat
     if "prompt" in pair:
         turns = {name: [{"role": "user" if name == "prompt" else "assistant", "content": pair[name]}] for name in pair}
         pair = {name: turns[name] if isinstance(pair[name], str) else pair[name] for name in pair}
-        pair["prompt"] = with_system(record, pair["prompt"])
     if not all(isinstance(part, str) for part in pair.values()):
         pair = {name: normalized(part) for name, part in pair.items()}
     if None in pair.values():
@@ -60,7 +59,7 @@ def pair_of(record: dict[str, Any]) -> dict[str, Any]:
         pair = extract_prompt(pair) if pair["chosen"][0] == pair["rejected"][0] else {}
     if not pair.get("prompt"):
         raise ValueError("has no prompt, and its answers have no common beginning")
-    return pair
+    return pair | {"prompt": with_system(record, pair["prompt"])}
 
 
 @template_errors()

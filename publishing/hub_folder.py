@@ -1,7 +1,6 @@
 """Folder for the Hub: an allow-list of files, optional formats, and the model card."""
 
 import filecmp
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -39,10 +38,11 @@ def assemble(
     if options.has_code:
         _copy(release.folder, PUBLIC_FILES, destination)
         if not options.trust_folder_code:
-            _, *others = filecmp.cmpfiles(OUR_CODE, destination, CODE, shallow=False)  # those that differ or are absent
-            for name in itertools.chain(*others):  # the current version also loads models of older ones
-                shutil.copy(OUR_CODE / name, destination / name)
+            _, others, _ = filecmp.cmpfiles(OUR_CODE, destination, CODE, shallow=False)
+            for name in others:
                 print(f"{name} is this version's, not that of {release.folder}, which --trust_folder_code publishes.")
+            for name in CODE:  # the current version also loads models of older ones
+                shutil.copy(OUR_CODE / name, destination / name)
             _set(destination / CONFIG, "auto_map", configuration_gpt2scratch.AUTO_MAP)
     if options.has_native:
         twin = to_native(model)

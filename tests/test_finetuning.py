@@ -217,10 +217,12 @@ def test_a_pair_is_text_or_messages_and_its_prompt_may_be_implicit():
     assert finetune_preferences.pair_of({"chosen": "u: a", "rejected": "u: b"}) == pair("u:", " a", " b")
     messages = {name: [{"role": "assistant", "content": f" {name}"}] for name in ("chosen", "rejected")}
     system = {"role": "system", "content": "s"}
-    assert finetune_preferences.pair_of({"system": "s"} | pair("u", "u chosen", "u rejected")) == {
-        "prompt": [system, user],
-        **messages,
-    }
+    asked = {"role": "user", "content": "u v"}
+    repeated = {"system": "s"} | pair("u v", "u v chosen", "u v rejected")
+    assert finetune_preferences.pair_of(repeated) == {"prompt": [system, asked], **messages}
+    assert finetune_preferences.pair_of({"system": "s"} | shared) == pair([system, user], [good], [bad])
+    [begun] = finetune_preferences.pair_of(pair("I", "I am", "I'm"))["chosen"]
+    assert begun["content"] == "I am"  # the answer begins like the prompt, and does not repeat it
 
 
 def test_chats_of_other_formats_are_read():

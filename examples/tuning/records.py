@@ -73,8 +73,11 @@ def with_system(record: dict[str, Any], messages: Any) -> Any:
     """Return messages after the record's `system` prompt; raise a `ValueError` if it has earlier turns elsewhere."""
     if record.get("history"):
         raise ValueError("has earlier turns in history, which is not read; write them as messages")
-    has_system = record.get("system") and isinstance(messages, list)
-    return [{"role": "system", "content": record["system"]}, *messages] if has_system else messages
+    system = record.get("system")
+    if not (system and isinstance(system, str) and isinstance(messages, list)):
+        return messages
+    prompt = {"role": "system", "content": system}
+    return messages if messages[:1] == [prompt] else [prompt, *messages]
 
 
 def splits(examples: list[Any], prompts: list[Any], tuning: Tuning, unit: str) -> tuple[Dataset, Dataset]:

@@ -84,7 +84,8 @@ def train_and_save(
 
     try:
         before = on_main(trainer.accelerator, measure_first)
-        if len(trainer.train_dataset) * tuning.num_train_epochs < FEW_STEPS * trainer.args.train_batch_size:
+        batch = trainer.args.train_batch_size * trainer.accelerator.num_processes
+        if len(trainer.train_dataset) * tuning.num_train_epochs < FEW_STEPS * batch:
             trainer.args.warmup_steps = 0  # the first step of a warm-up has the rate 0
         trainer.train()
         if not trainer.is_world_process_zero():

@@ -10,7 +10,7 @@ import re
 import shlex
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -88,10 +88,13 @@ def opened(path: str, limit: int | None = None) -> BinaryIO:
     with open(path, "rb") as file:
         head = file.read(limit)
     if decompressed:
-        file, head = decompressed(io.BytesIO(head)), b""
-        with suppress(EOFError, OSError):  # the archive ends at the limit
+        file, head = decompressed(io.BytesIO(head)), bytearray()
+        try:
             while block := file.read1(SAMPLE_BLOCK):
                 head += block
+        except (EOFError, OSError) as error:  # the archive ends at the limit, or is damaged
+            if not isinstance(error, EOFError) and "Truncated" not in str(error):
+                raise
     return io.BytesIO(head[: head.rfind(b"\n") + 1] or head)
 
 

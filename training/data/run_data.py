@@ -208,8 +208,8 @@ def processes_of_this_machine(accelerator: Accelerator) -> int:
 
 
 def place_tokens(store: TokenStore, split: str, place: str, device: torch.device, mask_documents: bool) -> Tokens:
-    """Load a split into its place. Raise a `UserError` for an id outside the vocabulary (in a memory map, per
-    batch)."""
+    """Load a split into its place. Raise a `UserError` for an id outside the vocabulary, which is not
+    searched in a memory map."""
     documents = None
     if mask_documents:
         documents = Documents(store.offsets(split), has_eos=store.metadata.eos_token_id is not None)
