@@ -28,7 +28,14 @@ from modeling_gpt2scratch.prompts import chat_ids, end_tokens, turn_end
 from tokenizer.corpus.chat import ChatTemplate
 from tokenizer.encoding.vocabulary import character_tokenizer
 from training.checkpoints.loading import check_store, load_any_model
-from training.evaluation.sampling import SamplingArguments, continue_texts, continue_tokens, generation_config, sample
+from training.evaluation.sampling import (
+    SamplingArguments,
+    TextStream,
+    continue_texts,
+    continue_tokens,
+    generation_config,
+    sample,
+)
 
 
 def written(capsys, model, *options: str, prompt: str = "The", number: int = 24) -> str:
@@ -262,3 +269,14 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_twice_ends_the_chat(monkeypatc
     with pytest.raises(KeyboardInterrupt):
         next(lines)
     assert capsys.readouterr().out.count("Ctrl-C again or Ctrl-D ends the chat.") == 3
+
+
+def test_a_stream_writes_all_complete_characters_at_once():
+    """A token may complete a character and begin the next one."""
+    texts = {1: "a", 2: "a\u0434\ufffd", 3: "a\u0434\u0435"}
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: texts[len(ids)])
+    written = []
+    stream = TextStream(tokenizer, written.append)
+    for ids in ([0], [7], [8], [9]):
+        stream.put(torch.tensor(ids))
+    assert written == ["a", "\u0434", "\u0435"]

@@ -123,6 +123,12 @@ def _has_odd_words(page: Page) -> bool:
 # The first filter that returns true drops the document; slow filters come last. Limits are from Gopher (Rae et al.
 # 2021, arXiv:2112.11446, appendix A.1.1 and table A1) or, if marked, from FineWeb (Penedo et al. 2024,
 # arXiv:2406.17557, section 3.6).
+def _is_ended(line: str) -> bool:
+    """Return whether a line ends a sentence. Direction marks and zero-width spaces after its last character count as
+    blanks."""
+    return line.rstrip("\u200b\u200e\u200f\u202c\u2069\ufeff")[-1:] in ENDS
+
+
 FILTERS: dict[str, Callable[[Page], bool]] = {
     "quality.short": lambda page: len(page.words) < 50,
     "quality.word_length": _has_odd_words,
@@ -130,7 +136,7 @@ FILTERS: dict[str, Callable[[Page], bool]] = {
     "quality.ellipses": lambda page: sum(map(page.text.count, ELLIPSES)) / len(page.words) > 0.1,
     "quality.bullets": lambda page: _share(page.lines, lambda line: line[0] in BULLETS) > 0.9,
     "quality.ellipsis_lines": lambda page: _share(page.lines, lambda line: line.endswith(ELLIPSES)) > 0.3,
-    "quality.unended_lines": lambda page: _share(page.lines, lambda line: line[-1] in ENDS) < 0.12,  # FineWeb's limit
+    "quality.unended_lines": lambda page: _share(page.lines, _is_ended) < 0.12,  # FineWeb's limit
     "quality.letters": lambda page: _share(page.words, LETTER.search) < 0.8,
     "quality.repeated_paragraphs": lambda page: _repeated(page.paragraphs) > 0.3,
     "quality.in_repeated_paragraphs": lambda page: _in_repeated(page.paragraphs) > 0.2,

@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -250,7 +251,7 @@ def read_metadata(folder: Path) -> Metadata:
         output = f"data/{folder.resolve().stem}" if folder.exists() else folder  # a store is written to a new folder
         raise UserError(
             f"{folder} is not a token store: it has no metadata.json. Create a store with "
-            f"`python -m tokenizer.pretokenize --input {text} --output {output}`."
+            f"`python -m tokenizer.pretokenize --input {shlex.quote(str(text))} --output {shlex.quote(str(output))}`."
         )
     try:
         with disk_errors(path, OTHER_STORE):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,7 +66,7 @@ def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT
     with model_errors():
         model = loading.load_model(source, dtype)
     if not isinstance(model, GPT2ScratchForCausalLM):
-        command = f"python -m modeling_gpt2scratch.conversion_gpt2scratch {source} DST"
+        command = f"python -m modeling_gpt2scratch.conversion_gpt2scratch {shlex.quote(str(source))} DST"
         remedy = f" Convert it first: {command}" if model.config.model_type == "gpt2" else ""
         raise UserError(f"{source} is a {type(model).__name__}, not a model of this project.{remedy}")
     return model
@@ -84,7 +85,7 @@ def check_store(source: str | Path, tokenizer: PreTrainedTokenizerBase, store: T
     if rules(tokenizer) != rules(store.load_tokenizer()):  # files differ between library versions, so compare rules
         raise UserError(
             f"{source} and {store.folder} have different tokenizers; use a store that was made with the model's own "
-            f"tokenizer (python -m tokenizer.pretokenize --tokenizer {source} ...)."
+            f"tokenizer (python -m tokenizer.pretokenize --tokenizer {shlex.quote(str(source))} ...)."
         )
 
 

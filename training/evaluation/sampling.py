@@ -56,9 +56,9 @@ class TextStream(BaseStreamer):
             return
         self.ids += value.flatten().tolist()
         text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):  # the end may be the first bytes of a character
-            self.write(text[self.written :])
-            self.written = len(text)
+        text = text.rstrip("\ufffd")  # the end may be the first bytes of a character
+        self.write(text[self.written :])
+        self.written = len(text)
 
     def end(self) -> None:
         self.prompt_follows = True
@@ -132,7 +132,7 @@ def with_prompts(
     openings = [tokens[start:end] for start, end in bounds]
     has_turns = tokenizer.chat_template is not None  # whose control tokens belong to the text
     prompts = [tokenizer.decode(opening.tolist(), skip_special_tokens=not has_turns) for opening in openings]
-    return replace(arguments, sample_prompts=prompts)
+    return replace(arguments, sample_prompts=[prompt.rstrip("\ufffd") for prompt in prompts])
 
 
 def sample(
