@@ -39,8 +39,9 @@ def chat_of(record: dict[str, Any]) -> dict[str, Messages]:
             f"has no chat, but only {', '.join(filter(None, record)) or 'no field'}{hint}; each record must be "
             '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
         )
-    if (chat := normalized(with_system(record, found))) is None:
+    if (chat := normalized(found)) is None:
         raise ValueError("has a message without a role or without text; each message needs both (role and content)")
+    chat = with_system(record, chat)
     roles = [message["role"] for message in chat]
     if "assistant" not in roles[1:]:
         raise ValueError(f"has no answer of the role assistant, but only {', '.join(dict.fromkeys(roles))}")

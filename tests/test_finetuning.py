@@ -234,6 +234,8 @@ def test_chats_of_other_formats_are_read():
         assert finetune_chat.chat_of(record) == {"messages": [asked, answer]}
         system = {"role": "system", "content": "s"}
         assert finetune_chat.chat_of(record | {"system": "s"}) == {"messages": [system, asked, answer]}
+    repeated = [{"from": "system", "value": "s"}, *shared["conversations"]]
+    assert finetune_chat.chat_of({"system": "s", "conversations": repeated}) == {"messages": [system, asked, answer]}
     for more, sentence in ({"output": " "}, "only an empty answer"), ({"history": [["q", "a"]]}, "turns in history"):
         with pytest.raises(ValueError, match=sentence):
             finetune_chat.chat_of(alpaca | more)

@@ -70,14 +70,14 @@ def read_examples(tuning: Tuning, example_of: Callable[[dict[str, Any]], Any]) -
 
 
 def with_system(record: dict[str, Any], messages: Any) -> Any:
-    """Return messages after the record's `system` prompt; raise a `ValueError` if it has earlier turns elsewhere."""
+    """Return messages, after the record's `system` prompt if they have none and are no text. Raise a `ValueError` if
+    the record has earlier turns elsewhere."""
     if record.get("history"):
         raise ValueError("has earlier turns in history, which is not read; write them as messages")
     system = record.get("system")
-    if not (system and isinstance(system, str) and isinstance(messages, list)):
+    if not (system and isinstance(system, str) and isinstance(messages, list)) or messages[0]["role"] == "system":
         return messages
-    prompt = {"role": "system", "content": system}
-    return messages if messages[:1] == [prompt] else [prompt, *messages]
+    return [{"role": "system", "content": system}, *messages]
 
 
 def splits(examples: list[Any], prompts: list[Any], tuning: Tuning, unit: str) -> tuple[Dataset, Dataset]:
