@@ -59,6 +59,8 @@ def pair_of(record: dict[str, Any]) -> dict[str, Any]:
         pair = extract_prompt(pair) if pair["chosen"][0] == pair["rejected"][0] else {}
     if not pair.get("prompt"):
         raise ValueError("has no prompt, and its answers have no common beginning")
+    if record.get("system") and isinstance(pair["prompt"], str):
+        raise ValueError("has a system prompt, but its answers are text without messages; write all as messages")
     return pair | {"prompt": with_system(record, pair["prompt"])}
 
 

@@ -80,7 +80,7 @@ def test_truncated_archives_are_refused(tmp_path, suffix, kept):
     path = write(tmp_path / f"a.{suffix}", archive)
     sentence = refusal(path)
     assert sentence.startswith(f"{path} cannot be read: ")
-    assert sentence.endswith("; fix it or exclude it.")
+    assert sentence.endswith("; fix it, decompress it or exclude it.")
 
 
 def test_truncated_archives_are_read_partly_and_damaged_ones_refused(tmp_path, suffix):

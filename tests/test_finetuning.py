@@ -214,7 +214,10 @@ def test_a_pair_is_text_or_messages_and_its_prompt_may_be_implicit():
         assert finetune_preferences.pair_of(record) == pair([user], [good], [bad])
     with pytest.raises(ValueError, match="no common beginning"):
         finetune_preferences.pair_of(pair("u", "a", [user, bad]))  # only one of them repeats the prompt
-    assert finetune_preferences.pair_of({"chosen": "u: a", "rejected": "u: b"}) == pair("u:", " a", " b")
+    text = {"chosen": "u: a", "rejected": "u: b"}
+    assert finetune_preferences.pair_of(text) == pair("u:", " a", " b")
+    with pytest.raises(ValueError, match="has a system prompt, but its answers are text without messages"):
+        finetune_preferences.pair_of(text | {"system": "s"})
     messages = {name: [{"role": "assistant", "content": f" {name}"}] for name in ("chosen", "rejected")}
     system = {"role": "system", "content": "s"}
     asked = {"role": "user", "content": "u v"}

@@ -49,7 +49,8 @@ def readable(path: str) -> Iterator[None]:
             raise
         reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())[:300]
         kind = UserError if isinstance(error, FileNotFoundError) or reason == SHORTER else UnreadableError
-        raise kind(f"{path} cannot be read: {reason}; fix it or exclude it.") from error
+        remedy = "fix it, decompress it or exclude it" if is_compressed(path) else "fix it or exclude it"
+        raise kind(f"{path} cannot be read: {reason}; {remedy}.") from error
 
 
 def _zst(file: str | BinaryIO) -> BinaryIO:
