@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -27,7 +26,6 @@ TEMPLATES = "additional_chat_templates/*.jinja"
 OLD_TOKENIZER = ("vocab.json", "merges.txt", "added_tokens.json")
 MISFIT = "its weights do not fit its config.json"
 LFS_POINTER = b"version https://git-lfs"
-LAYERS = ("n_layer", "num_hidden_layers", "num_layers", "n_layers")
 MAX_LABELS = 1_000_000
 # Settings of a config.json that make Transformers read other weight files or quantized weights.
 REFUSED_SETTINGS = ("quantization_config", "transformers_weights")
@@ -42,22 +40,16 @@ def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrai
     Raise a `ModelError` if it is damaged, incomplete, of an unknown architecture, or has links out of its folder."""
     with one_sentence(source):
         folder = fetch(source, CONFIG, GENERATION, ADAPTER)
-        settings = read_model_config(folder)
+        read_model_config(folder)
         if own_file(folder, ADAPTER) is not None:
             raise ModelError(f"{ADAPTER} makes it an adapter; merge the adapter into its base model first")
         if own_file(folder, GENERATION) is not None:
             read_json(folder, GENERATION)
-        types = _stored_types(fetch(source, WEIGHTS, SHARDS, INDEX))
-        for name in LAYERS:  # checked first, because building many layers takes time even without weights
-            if isinstance(number := settings.get(name), int) and number > len(types):
-                raise ModelError(f"{MISFIT}: {name} is {number}, but there are only {len(types)} tensors")
+        _check_weights(fetch(source, WEIGHTS, SHARDS, INDEX))
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         # Either setting may name a kernel, which is code from the Hub.
         config._attn_implementation = config._experts_implementation = None
         model = load_weights(AutoModelForCausalLM, folder, config, dtype)
-        for name, _ in model.named_parameters():
-            if not types.get(name, "F").startswith(("F", "BF")):
-                raise ModelError(f"{name} has type {types[name]}, which is not a floating-point type")
         _check_special_tokens(model)
         model.name_or_path = model.config.name_or_path = str(source)
     return model
@@ -198,37 +190,21 @@ def own_file(folder: Path, name: str) -> Path | None:
     return path
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model. All of them must be in its folder."""
-    if (path := own_file(folder, WEIGHTS)) is not None:
-        return [path]
-    if own_file(folder, INDEX) is None:
-        raise ModelError(f"{WEIGHTS} is missing")
-    names = read_json(folder, INDEX).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise ModelError(f"{INDEX} has no weight_map of file names")
-    files = []
-    for name in sorted(set(names.values())):
-        if Path(name).name != name or "\\" in name:
-            raise ModelError(f"{INDEX} names weights outside the folder ({name[:100]})")
-        if not name.endswith(".safetensors"):
-            raise ModelError(f"{INDEX} names {name[:100]}, which is not a safetensors file")
-        if (path := own_file(folder, name)) is None:
-            raise ModelError(f"{name} is missing, but {INDEX} names it")
-        files.append(path)
-    return files
-
-
-def _stored_types(folder: Path) -> dict[str, str]:
-    """Return the type of each tensor (F32, BF16, I64 ...) from the headers of the safetensors files."""
-    types = {}
-    for path in _weight_files(folder):
+def _check_weights(folder: Path) -> None:
+    """Raise a `ModelError` if a model's safetensors files are incomplete, pointers of Git LFS, or links out of its
+    folder, or if its index names other files."""
+    files = {path.name: own_file(folder, path.name) for path in folder.glob("*.safetensors")}
+    for name, path in files.items():
         with path.open("rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise ModelError(f"{path.name} is a pointer of Git LFS, not the weights; run git lfs pull")
-        with safe_open(path, framework="pt") as file:
-            types |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  not a mapping
-    return types
+                raise ModelError(f"{name} is a pointer of Git LFS, not the weights; run git lfs pull")
+    if WEIGHTS in files:
+        return
+    if own_file(folder, INDEX) is None:
+        raise ModelError(f"{WEIGHTS} is missing")
+    for name in read_json(folder, INDEX)["weight_map"].values():
+        if name not in files:
+            raise ModelError(f"{INDEX} names {name[:100]}, which is not a safetensors file in the folder")
 
 
 def _check_special_tokens(model: PreTrainedModel) -> None:
