@@ -8,7 +8,6 @@ arrived are not sent again. (`upload_folder` makes several commits if Xet is ins
 import errno
 import filecmp
 import glob
-import json
 import re
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, RepoCard, get_token
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HTTPError,
@@ -125,15 +124,7 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
     target = {"repo_id": repo_id, "repo_type": repository.type}
     on_branch = target | {"revision": repository.branch}
     with hub_errors(f"upload to {repo_id}"):
-        _refuse_bad_metadata(folder / "README.md", repository.type)  # checked before anything is created
-        if not hub.repo_exists(**target):
-            try:
-                hub.create_repo(**target, private=repository.private, space_sdk=repository.sdk)
-            except HfHubHTTPError as error:
-                if error.response.status_code != 409:
-                    raise
-                sentence = f"{repo_id} exists on the Hub but is not a {repository.type}; use another name."
-                raise UserError(sentence) from error
+        hub.create_repo(**target, private=repository.private, space_sdk=repository.sdk, exist_ok=True)
         paths, is_copy = published_files(folder), False  # a copy of main, until the first upload to the branch
         if repository.branch is not None:
             additions = [CommitOperationAdd(name, path) for name, path in paths.items()]
@@ -177,18 +168,6 @@ def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None
         )
 
 
-def _refuse_bad_metadata(card: Path, repo_type: str) -> None:
-    """Raise a `UserError` if the Hub does not accept the metadata."""
-    try:
-        RepoCard.load(card).validate(repo_type)
-    except ValueError as error:
-        try:
-            reasons = "; ".join(problem["message"] for problem in json.loads(str(error))["errors"])
-        except (ValueError, KeyError, TypeError):
-            reasons = _on_one_line(error)
-        raise UserError(f"The Hub does not accept the metadata of {card}: {reasons}; correct these values.") from error
-
-
 @contextmanager
 def hub_errors(action: str) -> Iterator[None]:
     """Turn errors of the Hub and of the network into one sentence."""
@@ -202,8 +181,10 @@ def hub_errors(action: str) -> Iterator[None]:
         raise UserError(f"{problem}: run `hf auth login`, then this command again.") from error
     except HfHubHTTPError as error:
         raise UserError(f"Could not {action}: the Hub refused: {_on_one_line(error)}; {remedy}.") from error
-    # RuntimeError: from Xet. ValueError: a response that is not from the Hub.
-    except (HTTPError, OSError, RuntimeError, ValueError) as error:
+    except ValueError as error:  # metadata of the card that the Hub does not accept, or not the Hub's response
+        sentence = f"Could not {action}: {_on_one_line(error)}; correct that, and run this command again."
+        raise UserError(sentence) from error
+    except (HTTPError, OSError, RuntimeError) as error:  # RuntimeError: from Xet
         if getattr(error, "errno", None) == errno.ENOSPC:
             raise UserError(f"Could not {action}: the disk of TMPDIR is full; set TMPDIR to a larger one.") from error
         raise UserError(f"Could not {action}: the Hub cannot be reached ({_on_one_line(error)}); {remedy}.") from error

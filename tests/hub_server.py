@@ -71,7 +71,6 @@ class Hub:
         self.requests: list[tuple[str, str]] = []  # method and path
         self.bodies: list[bytes] = []
         self.user = {"name": "me", "type": "user", "orgs": [{"name": "us"}], "auth": {"accessToken": {"role": "write"}}}
-        self.taken: set[str] = set()  # names that other things have
         self.read_only: set[str] = set()  # namespaces without write permission
         self.licences = {"mit", "apache-2.0", None}  # valid licenses
         self.secret: set[str] = set()  # files without read permission
@@ -192,7 +191,7 @@ class Handler(BaseHTTPRequestHandler):
         key = f"{asked.get('type', 'model')}s/{name}"
         if name.split("/")[0] in self.hub.read_only:
             self.refuse(403, "You don't have the rights to create a model under this namespace")
-        elif name in self.hub.taken or key in self.hub.repositories:
+        elif key in self.hub.repositories:
             self.answer(409, {"error": "You already created this repo", "url": f"{self.base}/{name}"})
         else:
             repository = self.hub.repositories[key] = Repository(asked.get("visibility") == "private")
