@@ -16,6 +16,7 @@ import sys
 from contextlib import suppress
 from inspect import get_annotations
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -67,7 +68,6 @@ SEED_FIELDS = {
 # Any two of these identify a seed checkpoint: its model_type is missing or "TransformerLanguageModel".
 SEED_ONLY_KEYS = {"embed_dim", "ff_dim", "max_seq_len"}
 SEED_WEIGHTS = "pytorch_model.bin"
-WORK_FOLDER = ".unfinished"  # folder in which the files are written
 SEED_PARAMETERS = {
     "_orig_mod": "",  # prefix in a compiled model
     "blocks": "transformer.h.",
@@ -262,11 +262,9 @@ def convert(source: str | Path, destination: str | Path, to: str = "gpt2scratch"
     `model_type`. Raise a `ModelError` if the source is not recognized or cannot be loaded or converted, or
     `destination` is not empty."""
     destination = Path(destination)
-    if destination.exists() and not destination.is_dir():
-        raise ModelError(f"{destination} is a file; use a new folder.")
-    names = {path.name for path in destination.iterdir()} if destination.exists() else set()
-    if WORK_FOLDER not in names and not all(name.startswith(".") for name in names):
-        raise ModelError(f"{destination} is not empty; use a new folder.")
+    names = [path.name for path in destination.iterdir()] if destination.is_dir() else []
+    if destination.is_file() or not all(name.startswith(".") for name in names):
+        raise ModelError(f"{destination} is a file or is not empty; use a new folder.")
     folder = loading.fetch(source, *TOKENIZER, *OLD_TOKENIZER)
     with loading.one_sentence(source, "cannot be converted"):
         config = loading.read_json(folder, CONFIG)
@@ -294,22 +292,16 @@ def convert(source: str | Path, destination: str | Path, to: str = "gpt2scratch"
         model = to_native(model, to) if to != "gpt2scratch" else model
     if tokenizer is not None:
         loading.check_tokenizer(source, model, tokenizer)
-    workspace = destination / WORK_FOLDER  # its name is hidden, so the same command can run again after a kill
-    try:
-        workspace.mkdir(parents=True, exist_ok=True)
-        for path in filter(Path.is_file, workspace.iterdir()):  # left by a killed conversion
-            path.unlink()
-    except OSError as error:
-        raise ModelError(f"{destination} cannot be created ({error.strerror}); use another folder.") from error
     with loading.one_sentence(destination, "cannot be written"):
-        save(model, tokenizer, workspace)
-    mode = (workspace / CONFIG).stat().st_mode
-    for path in workspace.iterdir():
-        with suppress(OSError):  # a drive without modes
-            if path.is_file():  # only the owner can read safetensors' files
-                path.chmod(mode)
-        path.replace(destination / path.name)
-    workspace.rmdir()
+        destination.mkdir(parents=True, exist_ok=True)
+        # Its name is hidden, so that the same command can run again after a kill.
+        with TemporaryDirectory(prefix=".", dir=destination) as workspace:
+            save(model, tokenizer, folder := Path(workspace))
+            with suppress(OSError):  # a drive without modes
+                for path in folder.glob("*.safetensors"):  # only the owner can read them
+                    path.chmod((folder / CONFIG).stat().st_mode)
+            for path in folder.iterdir():
+                path.replace(destination / path.name)
     return model.config.model_type
 
 

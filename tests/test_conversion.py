@@ -1,7 +1,6 @@
 """Lossless conversion: to and from Transformers' GPT-2, and from the checkpoints of the seed author."""
 
 import json
-import os
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
@@ -405,18 +404,18 @@ def test_a_wrong_source_is_refused_in_one_sentence_and_writes_nothing(mistake, t
 
 def test_a_conversion_that_was_interrupted_can_run_again(tmp_path, monkeypatch):
     tiny().save_pretrained(tmp_path / "ours")
-    command, moves = [str(tmp_path / "ours"), str(tmp_path / "gpt2"), "--to", "gpt2"], []
+    command = [str(tmp_path / "ours"), str(tmp_path / "gpt2"), "--to", "gpt2"]
 
-    def move_once(path, target):
-        if moves:
-            raise KeyboardInterrupt
-        moves.append(os.replace(path, target))
+    def interrupt(model, folder):
+        (Path(folder) / "config.json").write_text("{}")
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", move_once)
+        patch.setattr(GPT2LMHeadModel, "save_pretrained", interrupt)
         assert main(command) == 130
+    (tmp_path / "gpt2" / ".left_by_a_killed_conversion").mkdir()
     assert main(command) == 0
-    names = {path.name for path in (tmp_path / "gpt2").iterdir()}
+    names = {path.name for path in (tmp_path / "gpt2").glob("[!.]*")}
     assert names == {"config.json", "generation_config.json", "model.safetensors"}
 
 
