@@ -9,25 +9,14 @@ from typing import NamedTuple
 
 from common.errors import UserError
 
-
-class Rule(NamedTuple):
-    """Source of a rule, and the range in which it was measured."""
-
-    rule: str
-    source: str
-    quantity: str  # N or D
-    lowest: float
-    highest: float
-
-
 RATIOS = {"gpt2": 20.0, "modern": 10.5}  # compute-optimal D / N
-RATIO_RULES = {
-    "gpt2": Rule("20 tokens per parameter", "Hoffmann et al. 2022, table 2", "N", 70e6, 16e9),
-    "modern": Rule("10.5 tokens per parameter", "nanochat, dev/LOG.md, 2026-01-27", "N", 110e6, 382e6),
+RATIO_SOURCES = {
+    "gpt2": "Hoffmann et al. 2022, table 2, for 70M to 16B parameters",
+    "modern": "nanochat, dev/LOG.md, 2026-01-27, for 110M to 382M parameters",
 }
-BATCH_SOURCE = "Bergsma et al. 2025; nanochat, dev/LOG.md, 2026-02-05"
-BATCH_RULE = Rule("B = 2^19 (D / 1.16e9)^0.383", BATCH_SOURCE, "D", 1.16e9, 9.6e9)
-EPOCHS_RULE = Rule("value of repeated tokens", "Muennighoff et al. 2023, equations 5 and 6", "N", 7e6, 8.7e9)
+BATCH_SOURCE = "Bergsma et al. 2025; nanochat, dev/LOG.md, 2026-02-05, for 1.16B to 9.6B tokens"
+EPOCHS_SOURCE = "Muennighoff et al. 2023, equations 5 and 6, for 7M to 8.7B parameters"
+PUBLISHED_SIZES, PUBLISHED_TOKENS = (70e6, 16e9), 1.16e9  # N of `expected_loss`, and the lowest D of `best_batch`
 # (k, g) of bits per byte = k C^-g for the best size at C FLOPs, fitted to runs on the text of the quickstart, and the
 # range of C.
 POWER_LAWS, MEASURED_FLOPS = {"gpt2": (18.42, 0.0812), "modern": (67.35, 0.1283)}, (5e12, 6e13)
@@ -94,13 +83,12 @@ def deficit(parameters: float, tokens: float, unique: float, ratio: float, scale
 
 
 def best_batch(tokens: float) -> int:
-    """Return tokens per step, a power of two. Below the range of `BATCH_RULE`, the exponent is the one that leads to
-    the batch measured here for `FEW_TOKENS`."""
-    rule, at_rule = BATCH_RULE, 2.0**19
-    exponent = 0.383
-    if tokens < rule.lowest:
-        exponent = math.log(at_rule / SMALLEST_BATCH) / math.log(rule.lowest / FEW_TOKENS)
-    exact = at_rule * (tokens / rule.lowest) ** exponent
+    """Return tokens per step, a power of two. Below `PUBLISHED_TOKENS`, the exponent is the one that leads to the
+    batch measured here for `FEW_TOKENS`."""
+    published, exponent = 2.0**19, 0.383
+    if tokens < PUBLISHED_TOKENS:
+        exponent = math.log(published / SMALLEST_BATCH) / math.log(PUBLISHED_TOKENS / FEW_TOKENS)
+    exact = published * (tokens / PUBLISHED_TOKENS) ** exponent
     return max(SMALLEST_BATCH, 2 ** round(math.log2(exact)))
 
 
@@ -145,7 +133,7 @@ def expected_loss(family: str, parameters: float, tokens: float) -> tuple[float,
     Two fits of the same runs: Hoffmann et al. 2022, equation 10, and Besiroglu et al. 2024. A modern model of
     12 layers needs half of GPT-2's tokens for a loss (docs/tokens_to_loss.md): its lowest is that of twice the tokens.
     """
-    if not RATIO_RULES["gpt2"].lowest <= parameters <= RATIO_RULES["gpt2"].highest:
+    if not PUBLISHED_SIZES[0] <= parameters <= PUBLISHED_SIZES[1]:
         return None
     fits = ((1.69, 406.4, 0.34, 410.7, 0.28), (1.8172, 482.01, 0.3478, 2085.43, 0.3658))
     amounts = (tokens, 2 * tokens) if family == "modern" else (tokens,)

@@ -99,13 +99,6 @@ class Option:
         return scaling.deficit(self.parameters, self.tokens, self.unique, ratio, self.repetition.scale)
 
     @property
-    def outside(self) -> list[tuple[scaling.Rule, float]]:
-        """Rules outside of the range in which they were measured, each with its value here."""
-        rules = [scaling.RATIO_RULES[self.family], scaling.BATCH_RULE, *[scaling.EPOCHS_RULE] * (self.epochs > 1)]
-        pairs = [(rule, self.parameters if rule.quantity == "N" else self.tokens) for rule in rules]
-        return [(rule, value) for rule, value in pairs if not rule.lowest <= value <= rule.highest]
-
-    @property
     def published_loss(self) -> tuple[float, float] | None:
         return scaling.expected_loss(self.family, self.parameters, self.tokens)
 
