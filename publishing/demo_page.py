@@ -168,30 +168,21 @@ def chat_tab(models: dict[str, DemoModel], selection: list[str]) -> None:
         """Return the messages for the page. Gradio shows HTML in a message even if Markdown is off."""
         return [turn | {"content": [{"type": "text", "text": escape(turn["content"] or "…")}]} for turn in turns]
 
-    def answers(values: dict, turns: list[dict[str, str]], text: str, request: gradio.Request) -> Iterator[dict]:
-        """Yield updates of the page while a model answers `text` after the earlier `turns`."""
+    def reply(values: dict, request: gradio.Request) -> Iterator[dict]:
+        """Yield updates of the page while a model answers the message after the earlier turns."""
+        if not (text := entered(values[message])).strip():
+            yield {note: ""}  # gradio shows only a value that changes
+            yield {note: no_note}
+            return
         entry, settings, instructions = models[values[picker]], settings_of(controls, values), entered(values[system])
         opening = [{"role": "system", "content": instructions}] * bool(instructions.strip())
-        chat = [*turns, {"role": "user", "content": text}]
+        turns, chat = values[history], [*values[history], {"role": "user", "content": text}]
         for i, [answer] in enumerate(side_by_side([entry], opening + chat, settings, stop_of(request))):
             is_refused = answer.state == "refused" and not answer.tokens
             result = turns if is_refused else [*chat, {"role": "assistant", "content": answer.text}]
             # Later updates leave out the text box, because the next message may be typed during an answer.
             box = {message: text if is_refused else ""} if is_refused or i == 0 else {}
             yield {history: result, talk: bubbles(result), note: str(PARTS.note(answer, entry, settings))} | box
-
-    def reply(values: dict, request: gradio.Request) -> Iterator[dict]:
-        if (text := entered(values[message])).strip():
-            yield from answers(values, values[history], text, request)
-        else:
-            yield {note: ""}  # gradio shows only a value that changes
-            yield {note: no_note}
-
-    def reply_again(values: dict, request: gradio.Request) -> Iterator[dict]:
-        """Replace the last answer. A message that is being typed stays."""
-        *turns, question, _ = values[history]
-        for update in answers(values, turns, question["content"], request):
-            yield {part: value for part, value in update.items() if part is not message}
 
     def undo(turns: list[dict[str, str]]) -> tuple:
         *turns, question, _ = turns
@@ -217,7 +208,7 @@ def chat_tab(models: dict[str, DemoModel], selection: list[str]) -> None:
     inputs, outputs = {history, message, picker, system, *controls.values()}, [history, talk, message, note]
     gradio.on([start.click, message.submit, talk.retry], js=WAIT, **DIRECT_EVENT)
     gradio.on([start.click, message.submit], reply, inputs, outputs, **QUEUED_EVENT)
-    talk.retry(reply_again, inputs, outputs, **QUEUED_EVENT)
+    talk.retry(undo, history, outputs, **DIRECT_EVENT).then(reply, inputs, outputs, **QUEUED_EVENT)
     talk.undo(undo, history, outputs, **DIRECT_EVENT)
     talk.clear(lambda: ([], no_note), None, [history, note], **DIRECT_EVENT)
 
