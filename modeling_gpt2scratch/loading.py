@@ -37,13 +37,13 @@ class ModelError(ValueError):
 
 def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
     """Load a model from a folder or a Hub id, in evaluation mode.
-    Raise a `ModelError` if it is damaged, incomplete, of an unknown architecture, or has links out of its folder."""
+    Raise a `ModelError` if it is damaged, incomplete, or of an unknown architecture."""
     with one_sentence(source):
         folder = fetch(source, CONFIG, GENERATION, ADAPTER)
         read_model_config(folder)
-        if own_file(folder, ADAPTER) is not None:
+        if (folder / ADAPTER).is_file():
             raise ModelError(f"{ADAPTER} makes it an adapter; merge the adapter into its base model first")
-        if own_file(folder, GENERATION) is not None:
+        if (folder / GENERATION).is_file():
             read_json(folder, GENERATION)
         _check_weights(fetch(source, WEIGHTS, SHARDS, INDEX))
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -99,7 +99,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
 def has_tokenizer(folder: Path) -> bool:
     """Return whether the folder has a tokenizer. Without this check, Transformers would create an empty one."""
-    return any(own_file(folder, name) for name in ("tokenizer.json", "vocab.json"))
+    return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
 
 
 def check_tokenizer(source: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -165,10 +165,10 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in a file. Raise a `ModelError` if it does not exist or contains something else."""
-    if (path := own_file(folder, name)) is None:
+    if not (folder / name).is_file():
         raise ModelError(f"{name} is missing")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # ValueError: also for text that is not UTF-8
         raise ModelError(f"{name} is not JSON: {_short(error)}") from error
     if not isinstance(content, dict):
@@ -176,34 +176,19 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def own_file(folder: Path, name: str) -> Path | None:
-    """Return a file of a model's folder, or None if it does not exist. Raise a `ModelError` for a link out of the
-    folder."""
-    path = folder / name
-    if not path.is_file():
-        return None
-    target, home = path.resolve(), folder.resolve()
-    # In the Hub's cache, files of a snapshot are links into the folder `blobs` of the repository.
-    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
-    if not target.is_relative_to(home) and target.parent != blobs:
-        raise ModelError(f"{name} is a link out of the folder")
-    return path
-
-
 def _check_weights(folder: Path) -> None:
-    """Raise a `ModelError` if a model's safetensors files are incomplete, pointers of Git LFS, or links out of its
-    folder, or if its index names other files."""
-    files = {path.name: own_file(folder, path.name) for path in folder.glob("*.safetensors")}
-    for name, path in files.items():
+    """Raise a `ModelError` if a model's safetensors files are incomplete or pointers of Git LFS, or if its index
+    names other files."""
+    for path in (files := [*folder.glob("*.safetensors")]):
         with path.open("rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise ModelError(f"{name} is a pointer of Git LFS, not the weights; run git lfs pull")
-    if WEIGHTS in files:
+                raise ModelError(f"{path.name} is a pointer of Git LFS, not the weights; run git lfs pull")
+    if folder / WEIGHTS in files:
         return
-    if own_file(folder, INDEX) is None:
+    if not (folder / INDEX).is_file():
         raise ModelError(f"{WEIGHTS} is missing")
     for name in read_json(folder, INDEX)["weight_map"].values():
-        if name not in files:
+        if folder / name not in files:
             raise ModelError(f"{INDEX} names {name[:100]}, which is not a safetensors file in the folder")
 
 
