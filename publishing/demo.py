@@ -143,7 +143,7 @@ def find_models(name: str) -> tuple[list[DemoModel], list[str], list[str]]:
     try:
         run = RunFolder(run_of(path))
     except UserError:
-        own = [DemoModel(path.resolve().name, str(path), [])]
+        own = [DemoModel(path.resolve().name, str(path.resolve()), [])]
         return own if path.exists() else on_hub(name), [], []
     scores = {entry["step"]: entry for entry in read_metrics(run.metrics) if "eval_loss" in entry}
     models, title = [], run.path.resolve().name

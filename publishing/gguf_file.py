@@ -36,7 +36,7 @@ from modeling_gpt2scratch.conversion_gpt2scratch import XIELU, native_kind, to_a
 from modeling_gpt2scratch.prompts import turn_end
 from tokenizer.encoding import encode, vocabulary
 from tokenizer.encoding.encode import byte_level_alphabet, is_plain
-from training.checkpoints.loading import find_model, load_own_model, model_errors
+from training.checkpoints.loading import find_model, load_own_model, model_errors, name_of_model
 
 LLAMA_CPP_GELU = "gelu_new"  # the only activation that llama.cpp's GPT-2 supports
 ACTIVATION_TOLERANCE = 1e-3  # largest differences from gelu_new: exact GELU 0.0005, quick_gelu 0.02, ReLU 0.17
@@ -230,8 +230,8 @@ def _add_vocabulary(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int)
         writer.add_pad_token_id(tokenizer.pad_token_id)
     writer.add_add_bos_token(False)
     if tokenizer.chat_template:
-        writer.add_chat_template(tokenizer.get_chat_template())
-        with suppress(Exception):  # the template does not render a chat
+        with suppress(Exception):  # no template is the default, or it does not render a chat
+            writer.add_chat_template(tokenizer.get_chat_template())
             if (end := turn_end(tokenizer)) not in (None, eos):
                 writer.add_eot_token_id(end)
     return eos == vocab_size
@@ -241,7 +241,7 @@ def _add_vocabulary(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int)
 class GGUFArguments:
     paths: list[str] = setting([], "The model (a run, a checkpoint or a model folder) and the file to write.")
     type: Literal["f16", "q8_0"] = setting("f16", "Type of the matrices: f16 uses 2 bytes per weight, q8_0 uses 1.06.")
-    name: str | None = setting(None, "Name stored in the file; default: the name of its folder.")
+    name: str | None = setting(None, "Name stored in the file; default: the name of the run or folder.")
     license: str | None = setting(None, "License of the weights, such as mit.")
 
     def check(self) -> None:
@@ -254,7 +254,7 @@ def main(arguments: list[str]) -> None:
     (options,) = parser.parse(arguments, check=GGUFArguments.check)
     source, destination = find_model(options.paths[0]), Path(options.paths[1])
     model, tokenizer = load_own_model(source, torch.float32), vocabulary.load(source)
-    name = options.name or Path(options.paths[0]).resolve().name
+    name = options.name or name_of_model(options.paths[0])
     destination.parent.mkdir(parents=True, exist_ok=True)
     write_gguf(model, tokenizer, destination, options.type, name, options.license)
     print(f"Wrote {destination} ({destination.stat().st_size:,} bytes, {options.type}).")

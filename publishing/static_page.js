@@ -2,7 +2,8 @@
 // The same file is the page's service worker, which keeps the page for use without a network.
 
 const KEPT = "page"; // name of the cache
-const readModels = async () => (await fetch("models.json")).json();
+const NEWEST = { cache: "no-cache" }; // the server is asked whether the browser's copy is the newest
+const readModels = async () => (await fetch("models.json", NEWEST)).json();
 
 async function keepPage() {
   const { runtime, models } = await readModels(), tokenizers = models.map((model) => model.tokenizerFile);
@@ -43,7 +44,8 @@ class Tokenizer {
     const bytes = (text) => (this.isCharacter ? utf8.encode(text) : Uint8Array.from(text, (it) => BYTES.get(it)));
     this.bytes = new Map([...this.ids].map(([text, id]) => [id, bytes(text)]));
     this.added = new Map(added.map(({ content, id }) => [content, id]));
-    for (const { content, id, special } of added) this.bytes.set(id, special ? new Uint8Array() : utf8.encode(content));
+    this.special = new Map(added.filter((it) => it.special).map(({ content, id }) => [id, content]));
+    for (const { content, id } of added) this.bytes.set(id, this.special.has(id) ? new Uint8Array() : utf8.encode(content));
     const escaped = [...this.added.keys()].sort((a, b) => b.length - a.length).map((it) => it.replace(/\W/g, "\\$&"));
     this.control = new RegExp(`(${escaped.join("|") || "(?!)"})`, "s");
   }
@@ -110,7 +112,7 @@ async function createSession(file) {
 // Return the bytes of a model file, kept by the browser, after a comparison with its size and SHA-256.
 async function download({ name, file, bytes, sha256 }, report) {
   const cache = await globalThis.caches?.open(KEPT).catch(() => undefined); // there is none without HTTPS
-  const key = `${file}?${sha256}`, kept = await cache?.match(key), response = kept ?? (await fetch(file));
+  const key = `${file}?${sha256}`, kept = await cache?.match(key), response = kept ?? (await fetch(file, NEWEST));
   if (!response.ok) refuse(`${name} cannot be loaded: the server answered ${response.status} for ${file}.`);
   let end = 0;
   const counter = new TransformStream({ transform: (part, out) => (out.enqueue(part), report((end += part.length) / bytes)) });
@@ -121,7 +123,10 @@ async function download({ name, file, bytes, sha256 }, report) {
     await cache?.delete(key);
     refuse(`${name} is incomplete or was changed: ${count(end, "byte")} of ${bytes.toLocaleString("en")} arrived; reload the page.`);
   }
-  if (!kept) await cache?.put(key, new Response(content)).catch(() => {}); // no room
+  if (kept) return content;
+  const older = (await cache?.keys())?.filter(({ url }) => url.startsWith(`${new URL(file, location)}?`)) ?? [];
+  for (const request of older) await cache.delete(request);
+  await cache?.put(key, new Response(content)).catch(() => {}); // no room
   return content;
 }
 
@@ -132,7 +137,7 @@ class Model {
   }
 
   async #load(report) {
-    const response = await fetch(this.tokenizerFile);
+    const response = await fetch(this.tokenizerFile, NEWEST);
     if (!response.ok) refuse(`${this.name} has no tokenizer: the server answered ${response.status}.`);
     this.tokenizer = new Tokenizer(await response.json());
     Object.assign(this, await createSession(await download(this, report)));
@@ -216,7 +221,8 @@ async function score(model, text) {
   const pieces = [{ text: "", value: null }];
   ids.forEach((id, i) => {
     if (pieces.at(-1).text) pieces.push({ text: "", value: 0 });
-    pieces.at(-1).text += decoder.decode(model.tokenizer.bytes.get(id), { stream: true });
+    const special = model.tokenizer.special.get(id);
+    pieces.at(-1).text += special ?? decoder.decode(model.tokenizer.bytes.get(id), { stream: true });
     if (i) pieces.at(-1).value += losses[i - 1];
   });
   return { pieces, losses, tokens: all.length };
@@ -275,7 +281,9 @@ async function run() {
   const settings = { temperature: number("temperature"), top_k: number("top_k"), length: number("length") || 1 };
   settings.seed = seed === "" ? Math.floor(Math.random() * 1e4) : Number(seed);
   const boxes = [...document.querySelectorAll("#models input")];
-  const chosen = demo.models.filter((_, i) => boxes.length < 2 || boxes[i].checked).slice(0, task().models);
+  const checked = demo.models.filter((_, i) => boxes.length < 2 || boxes[i].checked);
+  if (task().run === chat) checked.sort((a, b) => Boolean(b.chat) - Boolean(a.chat));
+  const chosen = checked.slice(0, task().models);
   job = { isStopped: false };
   [find("#start").hidden, find("#stop").hidden] = [true, false];
   find("#status").textContent = chosen.length ? "Running." : "Choose a model.";
@@ -342,6 +350,7 @@ async function continueText(cards, text, settings) {
 }
 
 async function chat([it], text, settings) {
+  if (!text.trim()) refuse("The message is empty; write one.");
   const show = (turn, i) => it.text.append(element("span", { className: i % 2 ? "" : "user", textContent: turn }));
   texts.forEach(show);
   await it.attempt(async (model) => {

@@ -37,7 +37,8 @@ TOKENS = "https://huggingface.co/settings/tokens"
 SIGNATURE = (
     "<!-- Written by push_to_hub.py, which replaces this page at each push. Delete this line to keep your changes. -->"
 )
-NEW_SPACE = {".gitattributes", "README.md", "index.html", "style.css"}  # files that the Hub itself writes
+NEW_SPACE = {".gitattributes", "README.md"}  # files that the Hub itself writes
+PUBLISHED_KINDS = {"gpt2scratch", "gpt2", "apertus"}  # values of model_type
 SIGNATURE_PATTERN = re.compile("<!-- Written by push_to_hub.py, which .*-->")  # also matches lines of older versions
 
 
@@ -85,6 +86,9 @@ def check_access(repository: Repository) -> None:
         names = {file.rfilename for file in info.siblings}
         if repository.type == "space" and names - NEW_SPACE and "models.json" not in names:
             raise UserError(f"{repo_id} is a Space of other files, which would be replaced; use another name.")
+        kind = (getattr(info, "config", None) or {}).get("model_type", "gpt2scratch")
+        if kind not in PUBLISHED_KINDS:
+            raise UserError(f"{repo_id} holds a model of type {kind}, which would be replaced; use another name.")
         if repository.private and not info.private:
             raise UserError(
                 f"{repo_id} exists and is public, so --private has no effect; make it private in its settings on the "

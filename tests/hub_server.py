@@ -202,7 +202,10 @@ class Handler(BaseHTTPRequestHandler):
         sha, files = self.at(kind, name, revision or "main")
         siblings = [{"rfilename": path} for path in files]
         private = self.hub.repositories[f"{kind}/{name}"].private
-        self.answer(200, {"id": name, "sha": sha, "private": private, "siblings": siblings, "tags": []})
+        answer = {"id": name, "sha": sha, "private": private, "siblings": siblings, "tags": []}
+        if "config.json" in files:
+            answer["config"] = {"model_type": json.loads(files["config.json"].content).get("model_type")}
+        self.answer(200, answer)
 
     def tree(self, body: bytes, kind: str, name: str, revision: str, folder: str | None = None) -> None:
         _, files = self.at(kind, name, revision)

@@ -323,7 +323,7 @@ def test_a_space_is_published_only_with_public_models(hub, tmp_path, monkeypatch
         demo.main(["me/a", "me/hidden", "me/none", "me/no_weights", "--space", "me/other"])
     assert "spaces/me/other" not in hub.repositories
     HfApi().create_repo("me/game", repo_type="space", space_sdk="gradio")
-    hub["spaces/me/game"].commit("main", {"app.py": File(b"play()", False)})
+    hub["spaces/me/game"].commit("main", {"index.html": File(b"play", False)})
     with pytest.raises(UserError, match="me/game is a Space of other files, which would be replaced"):
         demo.main(["me/a", "--space", "me/game"])
     demo.main(["me/a", "--space", "me/demo"])  # its own Space

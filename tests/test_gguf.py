@@ -224,7 +224,7 @@ def test_an_f16_file_differs_by_rounding_and_by_the_exact_gelu(write_model, acti
 
 def test_the_command_writes_a_file_of_a_run(run, tmp_path, launch):
     file = tmp_path / "out" / "tiny.gguf"
-    result = launch("-m", "publishing.gguf_file", run, file, "--type", "q8_0", "--license", "mit")
+    result = launch("-m", "publishing.gguf_file", run / "model", file, "--type", "q8_0", "--license", "mit")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith(f"Wrote {file} (")
     assert [path.name for path in file.parent.iterdir()] == ["tiny.gguf"]

@@ -623,9 +623,15 @@ def switched_off(hub, patch):
     huggingface_hub.close_session()
 
 
+def with_a_llama(hub, patch):
+    HfApi().create_repo("me/tiny", private=True)
+    hub["me/tiny"].commit("main", {"config.json": File(b'{"model_type": "llama"}', False)})
+
+
 @pytest.mark.parametrize(
     ("trouble", "target"),
     [
+        (with_a_llama, "me/tiny holds a model of type llama, which would be replaced; use another name"),
         (lambda hub, patch: patch.delenv("HF_TOKEN"), "You are not logged in to the Hub, or the token contains"),
         (with_token("hf_" + "w" * 34), f"{DENIED} the Hub refused: Invalid user token. The token from HF_TOKEN"),
         (with_token("é"), "the token contains invalid characters: run `hf auth login`"),

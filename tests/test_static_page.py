@@ -1,6 +1,7 @@
 """Tests of the static page in a real browser: models in ONNX that run in the page itself."""
 
 import json
+import os
 import random
 import re
 import shutil
@@ -174,6 +175,11 @@ def test_a_chat_has_the_ids_of_python_and_is_answered(system, address, browser, 
         assert page.texts(".text > span:last-child") == answers[-1:]
     assert left_out > 0
     assert f"the model did not read the oldest {left_out} messages" in page.texts(".note")[0]
+    page.choose("tiny", "chats", task="chat", length=5)  # tiny cannot chat
+    page.write(" \n")
+    assert browser.find_element("id", "status").text == "The message is empty; write one."
+    page.write("the")
+    assert page.texts("h2") == ["chats"]
     page.choose("letters", task="chat")
     page.write("the")
     assert page.texts(".problem") == ["letters has no chat template: it continues text."]
@@ -198,7 +204,7 @@ def test_chat_parts_are_known_only_for_templates_that_write_messages_one_after_a
 
 @needs_package
 def test_losses_are_those_of_the_gradio_page(address, browser, run, chats):
-    page, text = StaticPage(browser, address), "The é🙂 of the <b>"
+    page, text = StaticPage(browser, address), "The é🙂<|endoftext|> <b>"
     page.choose("tiny", "chats", task="watch")
     assert page.write(text)[:2] == [text, text]
     for name, folder, note in zip(("tiny", "chats"), (run / "model", chats), page.texts(".note"), strict=False):
@@ -223,6 +229,33 @@ def test_a_long_prompt_and_html_and_an_unknown_character_are_shown_as_typed(addr
     unknown = '"g", "c", "=", "x", "l", "(", "1", ")"'
     sentence = f"The text contains {unknown}, which is not among this model's 30 characters; remove it."
     assert page.texts(".problem")[1] == sentence
+
+
+@needs_package
+def test_an_updated_page_uses_its_new_files(page_folder, browser, tmp_path):
+    """The files are old, so the browser would use its copies for days without asking the server."""
+    folder, texts = shutil.copytree(page_folder, tmp_path / "page"), []
+    for path in folder.rglob("*.*"):
+        os.utime(path, (0, 0))
+
+    def write(name: str) -> str:
+        page = StaticPage(browser, address)
+        page.choose(name, temperature=0, length=20)
+        return page.write("the")[0]
+
+    with served(folder) as address:
+        texts.append(write("tiny"))
+        models = json.loads((folder / "models.json").read_text())
+        tiny, _, letters = models["models"]
+        models["models"][0] = letters | {name: tiny[name] for name in ("name", "file", "tokenizerFile")}
+        (folder / "models.json").write_text(json.dumps(models))
+        for name in ("onnx/model.onnx", "tokenizer.json"):
+            shutil.copyfile(folder / "models/2" / name, folder / "models/0" / name)
+        texts += [write("tiny"), write("letters")]
+        script = "return caches.open('page').then((it) => it.keys()).then((keys) => keys.map((key) => key.url))"
+        kept = [url for url in browser.execute_script(script) if "models/0" in url and ".onnx" in url]
+    assert kept == [f"{address}models/0/onnx/model.onnx?{letters['sha256']}"]
+    assert texts[0] != texts[1] == texts[2]
 
 
 @needs_package
