@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from benchmarks import performance, results, scaling, speedrun, tokens_to_loss, train_step
+from benchmarks import contestants, performance, results, scaling, speedrun, tokens_to_loss, train_step
 from benchmarks.contestants import Measurement, Rung, compete
 from benchmarks.ladder import LADDER, WITHOUT_ONE
 from benchmarks.workload import Workload, make_store
@@ -48,7 +48,12 @@ def test_ratios_are_computed_within_a_round_and_a_wrong_nanogpt_path_is_refused(
     assert_user_error(r"has no model\.py", train_step.main, ["--nanogpt", str(tmp_path)])
 
 
-def test_the_train_step_benchmark_measures_a_run(tmp_path, monkeypatch):
+@pytest.fixture
+def forked_contestants(launch, monkeypatch):
+    monkeypatch.setattr(contestants, "run_python", lambda *command, **_: launch(*command))
+
+
+def test_the_train_step_benchmark_measures_a_run(tmp_path, monkeypatch, forked_contestants):
     """Runs the whole benchmark, only smaller."""
     for module in (results, performance):
         monkeypatch.setattr(module, "RESULTS", tmp_path)
@@ -63,7 +68,7 @@ def test_the_train_step_benchmark_measures_a_run(tmp_path, monkeypatch):
     assert "\n### nano (2 layers, width 128, vocabulary 4,096), 1 x 128 tokens per step\n" in performance.page()
 
 
-def test_a_raw_loop_is_measured_without_recompilation(tmp_path):
+def test_a_raw_loop_is_measured_without_recompilation(tmp_path, forked_contestants):
     workload = Workload.of_preset("shakespeare_char", 1, dropout=0.0)
     make_store(tmp_path / "store", workload.vocab_size)
     found = compete(tmp_path, workload, Measurement(1, 2, 1), "raw", **vars(LADDER["memory map, a loop over rows"]))
