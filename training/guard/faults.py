@@ -5,7 +5,6 @@ import math
 import tempfile
 
 import torch
-from filelock import Timeout
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -35,12 +34,6 @@ def translate(error: Exception, run: Run) -> Exception:
         return UserError(f"{error} {last_good.replace('there is', 'There is')}.")
     if is_out_of_memory(error):
         return _out_of_memory(run)
-    if isinstance(error, BackendCompilerFailed) and isinstance(error.inner_exception, Timeout):
-        folder_of_cache, lock = tempfile.mkdtemp(prefix="torchinductor_"), error.inner_exception.lock_file
-        return Restart(
-            f"{lock} is still locked: compiling in {folder_of_cache}, in a fresh process.",
-            {"compiler_cache": folder_of_cache},
-        )
     if isinstance(error, BackendCompilerFailed):
         return UserError(
             f"torch.compile failed ({error.inner_exception!r:.300}); {folder.last_good()}. Delete its cache, "

@@ -6,7 +6,6 @@ every later run: an empty file with an error, a partial one with SIGBUS and no m
 
 import importlib.util
 import os
-import re
 import shutil
 import struct
 import sysconfig
@@ -16,7 +15,6 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-import psutil
 import torch
 import torch._inductor
 from filelock import FileLock, Timeout
@@ -27,8 +25,6 @@ from torch.utils import _filelock
 
 from common.errors import UserError
 from training.runtime.console import say
-from training.runtime.launcher import is_launched
-from training.runtime.restart import restarted
 
 SILENCE = 30.0  # seconds until a wait for a lock is reported
 LINK_SECONDS = 5.0  # a file without a write for this many seconds is not being linked by any process
@@ -101,9 +97,7 @@ def _missing_to_compile() -> str:
 
 
 def prepare_compiler() -> None:
-    """Prepare Inductor and its cache for this process. After a restart due to a lock, it is a folder of this run."""
-    if folder := restarted().get("compiler_cache"):
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    """Prepare Inductor and its cache for this process."""
     _filelock.FileLock.acquire = _acquire
     remove_incomplete_libraries()
     if not torch.accelerator.is_available():
@@ -145,25 +139,13 @@ def _acquire(lock: FileLock) -> object:
     limit = lock.timeout if lock.timeout >= 0 else 600.0  # Inductor waits for some locks without a limit
     with suppress(Timeout):
         return FileLock.acquire(lock, min(SILENCE, limit / 2))
-    if holder := _holder(lock.lock_file):
+    if os.environ.get("RANK", "0") == "0":
         say(
-            f"Compiling waits for {lock.lock_file}, which {holder} holds. Continue or end that process, or set "
-            f"TORCHINDUCTOR_CACHE_DIR to another folder and run this command again. After {limit:g} s, the run does "
-            "that by itself."
+            f"Compiling waits for {lock.lock_file}. Unless a process of this run holds it, continue or end its holder, "
+            "or set TORCHINDUCTOR_CACHE_DIR to another folder and run this command again. After "
+            f"{limit:g} s, the run ends."
         )
     return FileLock.acquire(lock, limit)
-
-
-def _holder(lock: str) -> str:
-    """Describe the process that holds a lock, or return an empty string if it belongs to the same job.
-    An example is `process 12 of ann (python train_accelerate.py: stopped)`."""
-    with suppress(OSError, psutil.Error, TypeError):  # not on Linux, or not in this container
-        pattern = rf"FLOCK .* (\d+) \S+:{os.stat(lock).st_ino} "
-        process = psutil.Process(int(re.search(pattern, Path("/proc/locks").read_text(encoding="utf-8"))[1]))
-        if process.pid == os.getpid() or (is_launched() and process.ppid() == os.getppid()):
-            return ""
-        return f"process {process.pid} of {process.username()} ({' '.join(process.cmdline())[:80]}: {process.status()})"
-    return "another process"
 
 
 def remove_incomplete_libraries() -> None:
