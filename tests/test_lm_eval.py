@@ -167,7 +167,7 @@ def test_evaluate_reports_the_results_of_lm_eval(results, checkpoint, tasks, sto
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", lambda include_defaults: manager)
     for names in ("whi*", str(tasks / "my_text.yaml")):
-        evaluate.main([str(run), "--tasks", names, "--per_device_eval_batch_size", "4"])
+        evaluate.main([str(run), "--tasks", names, "--trust_task_code", "--per_device_eval_batch_size", "4"])
     results_of_run = json.loads((run / "evaluation" / "evaluation.json").read_text())["tasks"]
     for task in ("my_text", "which"):
         assert numbers(results_of_run, task) == numbers(results, task)
@@ -182,24 +182,23 @@ def test_evaluate_reports_the_results_of_lm_eval(results, checkpoint, tasks, sto
     assert "my_text: at least" not in (run / "report.md").read_text()
     rows = [CHOICES[0] | {"query": prose(i, 40), "choices": ["was", "he"]} for i in range(3)]
     long = write_task(tmp_path, "long", MULTIPLE_CHOICE, rows)
-    evaluate.main([str(run), "--tasks", str(long)])
+    evaluate.main([str(run), "--tasks", str(long), "--trust_task_code"])
     assert "long: at least 6 requests exceeded the context and lost the beginning." in (run / "report.md").read_text()
     long.write_text(long.read_text().replace("multiple_choice", "generate_until"))
     (run / "evaluation" / "evaluation.json").unlink()
     assert_user_error(
-        "^lm-evaluation-harness ended", evaluate.main, [str(run), "--compare", "--tasks", f"which,{long}"]
+        "^lm-evaluation-harness ended",
+        evaluate.main,
+        [str(run), "--compare", "--tasks", f"which,{long}", "--trust_task_code"],
     )
     saved = json.loads((run / "evaluation" / "evaluation.json").read_text())
     assert "panel" in saved
     assert [*saved["tasks"]["results"]] == ["which"]
     assert_user_error("^'' is neither a task", evaluate.main, ["no/model", "--tasks", "which,"])
     (broken := tmp_path / "broken.yaml").write_text((tasks / "my_text.yaml").read_text().replace(".jsonl", ".missing"))
-    assert_user_error("^lm-evaluation-harness ended with", evaluate.main, ["no/model", "--tasks", str(broken)])
-    more = ("x\ninclude: a", "x\nmetric_list: [{metric: x}]")
-    for value in ("'{{query.x}}'", "!function os.getcwd", "'{% set x = 1 %}'", *more):
-        broken.write_text(MULTIPLE_CHOICE.replace('"{{query}}"', value))
-        sentence = "broken.yaml can run code .*; read it, then add --trust_task_code"
-        assert_user_error(sentence, evaluate.main, ["no/model", "--tasks", str(broken)])
-    assert_user_error("^lm-evaluation", evaluate.main, ["no/model", "--tasks", str(broken), "--trust_task_code"])
+    sentence = "broken.yaml can contain or name code, .*; read it, then add --trust_task_code"
+    assert_user_error(sentence, evaluate.main, ["no/model", "--tasks", f"which,{broken}"])
+    command = ["no/model", "--tasks", str(broken), "--trust_task_code"]
+    assert_user_error("^lm-evaluation-harness ended with", evaluate.main, command)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert_user_error("^tasks needs lm-evaluation-harness: run pip", evaluate.main, ["no/model", "--tasks", "which"])

@@ -13,7 +13,6 @@ import training.runtime.threads  # noqa: F401  (first: torch reads its settings;
 import json
 import logging
 import math
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,13 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from accelerate import Accelerator
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from common.command_line import FlagParser, run
-from common.errors import UserError, disk_errors
+from common.errors import UserError
 from common.limits import setting
 from common.machine import keep_freed_memory
 from tokenizer.corpus import hub
@@ -87,27 +85,9 @@ def lm_eval_errors() -> Iterator[None]:
         raise UserError(f"lm-evaluation-harness ended with {cause}; see docs/evaluation.md.") from error
 
 
-def runs_code(path: str) -> bool:
-    """Return whether a task file can run code: by a tag, another file, a metric of a library, or Jinja, which lm-eval
-    does not confine. A name in braces, such as `{{text}}`, is not code."""
-    import lm_eval.api.metrics  # noqa: F401  (it fills the registry)
-    from lm_eval.api.registry import metric_registry
-
-    key = ""
-    with disk_errors(path):
-        for event in yaml.parse(Path(path).read_bytes(), yaml.SafeLoader):
-            value = getattr(event, "value", "")
-            jinja = re.search(r"\{[{%]", re.sub(r"\{\{\s*\w+\s*\}\}", "", value))
-            is_foreign = key == "metric" and value not in metric_registry
-            if getattr(event, "tag", None) or jinja or is_foreign or value in ("include", "hf_evaluate"):
-                return True
-            key = value
-    return False
-
-
 def find_tasks(arguments: list[str], trust_task_code: bool = False) -> tuple[Any, list[str]]:
     """Return lm-eval's task manager, and the names and YAML files of tasks.
-    Raise a `UserError` for an unknown task or one with code, and if a task or its data cannot be loaded."""
+    Raise a `UserError` for an unknown task, for a file without trust, and if a task or its data cannot be loaded."""
     if find_spec("lm_eval") is None:
         raise UserError("tasks needs lm-evaluation-harness: run pip install -e '.[evaluation]'")
     from lm_eval.tasks import TaskManager
@@ -118,13 +98,9 @@ def find_tasks(arguments: list[str], trust_task_code: bool = False) -> tuple[Any
     matches = {name: manager.match_tasks([name]) for name in names} | files
     if absent := [name for name in matches if not matches[name]]:
         raise UserError(f"{absent[0]!r} is neither a task in `python -m lm_eval ls tasks` nor a YAML file; correct it.")
-    with lm_eval_errors():
-        suspects = [] if trust_task_code else [name for name in files if runs_code(name)]
-    if suspects:
-        raise UserError(
-            f"{suspects[0]} can run code (a tag, include, Jinja beyond {{{{column}}}}, or a metric that lm-eval "
-            "lacks); read it, then add --trust_task_code."
-        )
+    if files and not trust_task_code:
+        file = next(iter(files))
+        raise UserError(f"{file} can contain or name code, which lm-eval runs; read it, then add --trust_task_code.")
     tasks = [task for name in matches for task in matches[name]]
     with lm_eval_errors():
         manager.load(tasks)  # before minutes of scoring; the data are read again from the cache
@@ -194,7 +170,7 @@ class EvaluateArguments:
         None, "Tokens of the spans to look up; implies memorization. Default: 50.", minimum=1, maximum=LENGTH
     )
     tasks: list[str] = setting([], "Tasks of lm-evaluation-harness or YAML files, separated by commas.", free_text=True)
-    trust_task_code: bool = setting(False, "Allow code in YAML files of tasks, which lm-evaluation-harness runs.")
+    trust_task_code: bool = setting(False, "Allow YAML files of tasks, whose code lm-evaluation-harness runs.")
     seed: int = setting(1337, "Random seed for generated text and for the choice of held-out text.", below=2**63)
     json: bool = setting(False, "Print one line of JSON instead of tables.")
 
