@@ -80,18 +80,4 @@ def die_with_launcher(enable: bool) -> None:
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL if enable else 0)
 
 
-def _is_orphan() -> bool:
-    """Return whether the launcher died before `die_with_launcher`. In a container, process 1 may be the launcher."""
-    if not is_launched() or os.getppid() == PARENT != 1:
-        return False
-    if os.getppid() != PARENT:
-        return True
-    try:
-        return os.fsencode(sys.argv[0]) not in Path("/proc/1/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
 die_with_launcher(True)
-if _is_orphan():
-    os._exit(128 + signal.SIGTERM)
