@@ -14,10 +14,9 @@ from training.log.advice import Advisor
 HEALTHY = {"learning_rate": 1e-3, "data_share": 0.01, "peak_memory_gb": 30.0, "grad_norm": 0.5}
 
 
-def advisor(folder, on_gpu=True, place="ram", accumulation=1, usual_mfu=None) -> Advisor:
-    parts = {"placement": SimpleNamespace(where=place), "available": int(80e9), "max_steps": 100_000}
-    plan = SimpleNamespace(batches=SimpleNamespace(micro_batch=8, accumulation=accumulation), **parts)
-    return Advisor(RunFolder(folder), plan, on_gpu, usual_mfu)
+def advisor(folder, place="ram", usual_mfu=None) -> Advisor:
+    plan = SimpleNamespace(placement=SimpleNamespace(where=place), max_steps=100_000)
+    return Advisor(RunFolder(folder), plan, usual_mfu)
 
 
 def texts_of(it: Advisor, entries, waiting_share=0.5) -> list[str]:
@@ -76,15 +75,6 @@ def test_collapsed_loss_scale_is_reported(tmp_path):
     [text] = texts_of(advisor(tmp_path), lines([3.0] * 5, loss_scale=0.5))
     assert re.search(r"scale of fp16 fell to 0\.5: .* Use --mixed_precision bf16 .* or lower learning_rate", text)
     assert texts_of(advisor(tmp_path), lines([3.0] * 5, loss_scale=1.0)) == []
-
-
-def test_larger_micro_batch_is_suggested_if_memory_is_free(tmp_path):
-    five = lines([3.0] * 5, peak_memory_gb=9.0)
-    [text] = texts_of(advisor(tmp_path, accumulation=12), five)
-    assert re.search(r"8 sequences uses 9\.0 of 80\.0 GB, .* 12 of them; --per_device_train_batch_size 48 ", text)
-    assert texts_of(advisor(tmp_path, accumulation=1), five) == []
-    assert texts_of(advisor(tmp_path, accumulation=12, on_gpu=False), five) == []
-    assert texts_of(advisor(tmp_path, accumulation=2), lines([3.0] * 5, peak_memory_gb=33.0)) == []
 
 
 def test_exploding_gradient_and_flat_or_rising_loss_are_reported(tmp_path):

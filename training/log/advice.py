@@ -17,7 +17,6 @@ from training.plan.plan import Plan
 IN_A_ROW = 5  # log lines that must show a problem before it is reported
 SLOW = 0.5  # fraction of the MFU that others reach on the device
 IDLE = 0.1  # fraction of the time in which the device waits for data
-ROOM = 0.8  # fraction of a device's memory that is safe to fill
 LONG = 40  # minimum number of log lines, or a fifth of all lines if more, over which the loss trend is measured
 TREND_INTERVAL = 20  # log lines between two such measurements
 RISE = 0.01  # relative rise of the loss; it must also exceed three standard errors
@@ -37,9 +36,9 @@ class Advice(NamedTuple):
 class Advisor:
     """Advisor of one run: checks each line of metrics.jsonl as it is written, and gives each piece of advice once."""
 
-    def __init__(self, folder: RunFolder, plan: Plan, on_gpu: bool, usual_mfu: float | None):
+    def __init__(self, folder: RunFolder, plan: Plan, usual_mfu: float | None):
         """`usual_mfu` is a typical MFU that others report for the device, or None if unknown."""
-        self.folder, self.plan, self.on_gpu, self.usual_mfu = folder, plan, on_gpu, usual_mfu
+        self.folder, self.plan, self.usual_mfu = folder, plan, usual_mfu
         self.given = {event["about"] for event in read_events(folder.events) if event["event"] == "advice"}
         self.losses: list[tuple[int, float]] = []  # (step, training loss)
         self.evaluations: list[dict[str, Any]] = []
@@ -89,16 +88,6 @@ class Advisor:
                 "where the time goes."
             )
             yield Advice("mfu", text)
-        size, number, available = self.plan.batches.micro_batch, self.plan.batches.accumulation, self.plan.available
-        peak = lines[-1]["peak_memory_gb"] * 1e9
-        fits = [k for k in range(2, number + 1) if number % k == 0 and k * peak < ROOM * available]
-        if self.on_gpu and fits:
-            text = (
-                f"A micro-batch of {size:,} sequences uses {peak / 1e9:.1f} of {available / 1e9:.1f} GB, and each "
-                f"step runs {number:,} of them; --per_device_train_batch_size {fits[-1] * size} uses the device "
-                "better without changing the steps."
-            )
-            yield Advice("micro_batch", text)
 
     def _gradient_advice(self) -> Iterator[Advice]:
         norms = [line["grad_norm"] for line in self.lines if "grad_norm" in line]

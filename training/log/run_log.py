@@ -43,7 +43,7 @@ class RunLog(AbstractContextManager):
             self.began = time.monotonic() - 3600 * hours(read_events(run.folder.events), datetime.now(UTC))
             device = run.accelerator.device
             usual_mfu = reported_mfu(device_name(device)) if size_of(run.plan.model).products >= FILLS_A_GPU else None
-            self.advisor = Advisor(run.folder, run.plan, device.type == "cuda", usual_mfu and usual_mfu[1])
+            self.advisor = Advisor(run.folder, run.plan, usual_mfu and usual_mfu[1])
             self.reference = find_reference(run.folder, print)
             losses = [loss for _, loss in self.advisor.losses]
             price = price_in_log(device_name(device), hourly_price, run.accelerator.num_processes)
