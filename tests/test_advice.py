@@ -77,12 +77,7 @@ def test_collapsed_loss_scale_is_reported(tmp_path):
     assert texts_of(advisor(tmp_path), lines([3.0] * 5, loss_scale=1.0)) == []
 
 
-def test_exploding_gradient_and_flat_or_rising_loss_are_reported(tmp_path):
-    usual = lines(noisy(3.0, 60, fall=1))
-    one, two = (HEALTHY | {"step": 610 + 10 * i, "loss": 2.0, "grad_norm": norm} for i, norm in enumerate((6.0, 8.0)))
-    assert texts_of(advisor(tmp_path), [*usual, one, HEALTHY | {"step": 620, "loss": 2.0}]) == []
-    [text] = texts_of(advisor(tmp_path), [*usual, one, two])
-    assert re.search(r"norm is 8\.00, 16 times its median; .* learning_rate .* warmup_steps, and resume from", text)
+def test_flat_rising_and_oscillating_losses_are_reported(tmp_path):
     falling = noisy(5.0, 200, fall=2)
     [flat] = texts_of(advisor(tmp_path), lines(falling + noisy(3.0, 80)))
     assert flat.startswith("The loss is flat over the last 510 steps: mean 3.001, then 3.000 (± 0.000). ")

@@ -24,8 +24,6 @@ SWING = 0.015  # standard deviation of the loss around its trend, relative to th
 WAVES = 0.4  # correlation of neighboring deviations; without one, they are noise of the batches
 FALL = 0.003  # relative fall of the loss, plus two standard errors; a smaller fall is flat
 VALIDATION_RISE = 0.005  # relative rise above the lowest validation loss, twice in a row
-EXPLODES = 5  # ratio of the gradient norm to its median, twice in a row
-NORMS = 100  # log lines over which the median is computed
 
 
 class Advice(NamedTuple):
@@ -42,7 +40,7 @@ class Advisor:
         self.given = {event["about"] for event in read_events(folder.events) if event["event"] == "advice"}
         self.losses: list[tuple[int, float]] = []  # (step, training loss)
         self.evaluations: list[dict[str, Any]] = []
-        self.lines: deque[dict[str, Any]] = deque(maxlen=NORMS)
+        self.lines: deque[dict[str, Any]] = deque(maxlen=IN_A_ROW)
         for entry in read_metrics(folder.metrics):
             self._take(entry)
 
@@ -53,10 +51,7 @@ class Advisor:
             advices = self._validation_advice()
         else:
             self._take(entry | {"idle": max(0.0, entry.get("data_share", 0.0) - waiting_share)})
-            advices = chain(
-                *(self._speed_advice(), self._gradient_advice(), self._scale_advice(entry)),
-                self._loss_advice(entry["learning_rate"]),
-            )
+            advices = chain(self._speed_advice(), self._scale_advice(entry), self._loss_advice(entry["learning_rate"]))
         new = [advice for advice in advices if advice.about not in self.given]
         self.given |= {advice.about for advice in new}
         return new
@@ -70,7 +65,7 @@ class Advisor:
             self.losses.append((entry["step"], entry["loss"]))
 
     def _speed_advice(self) -> Iterator[Advice]:
-        lines = [line for line in list(self.lines)[-IN_A_ROW:] if "idle" in line]  # uses only lines of this process
+        lines = [line for line in self.lines if "idle" in line]  # uses only lines of this process
         if len(lines) < IN_A_ROW:
             return
         idle, mfu = [line["idle"] for line in lines], [line.get("mfu", 1.0) for line in lines]
@@ -88,18 +83,6 @@ class Advisor:
                 "where the time goes."
             )
             yield Advice("mfu", text)
-
-    def _gradient_advice(self) -> Iterator[Advice]:
-        norms = [line["grad_norm"] for line in self.lines if "grad_norm" in line]
-        if len(norms) < LONG:
-            return
-        usual, norm = statistics.median(norms[:-2]), norms[-1]
-        if min(norms[-2:]) > EXPLODES * usual:  # false if all are 0, because there is nothing to learn
-            text = (
-                f"The gradient norm is {norm:.2f}, {norm / usual:.0f} times its median; if it stays high, lower "
-                "learning_rate or raise warmup_steps, and resume from an earlier checkpoint."
-            )
-            yield Advice("gradient", text)
 
     def _scale_advice(self, entry: dict[str, Any]) -> Iterator[Advice]:
         scale = entry.get("loss_scale", 1.0)
