@@ -17,7 +17,6 @@ from conftest import REPOSITORY, assert_user_error, contents, reset_accelerate
 from tokenizer import inspect, pretokenize
 from tokenizer.build import export
 from tokenizer.build.recipe import Recipe
-from tokenizer.encoding.vocabulary import VocabularyArguments
 from tokenizer.store.store import TokenStore
 from training.checkpoints.metrics import read_metrics
 from training.checkpoints.run_folder import RunFolder
@@ -105,20 +104,10 @@ def test_older_evaluations_are_read(old):
     assert evaluation_of(run, run.model)["panel"]["rows"]
 
 
-def test_cached_stores_of_a_run_and_of_older_versions_are_named(old, monkeypatch):
+def test_the_cached_store_of_a_run_is_named(old, monkeypatch):
     monkeypatch.setattr(data, "CACHE", old)
     sentence = r"the run was trained on \S+/store_v2, so resume it with --data \S+/store_v2"
     assert_user_error(sentence, train, "--resume_from_checkpoint", old / "run_v2", "--data", old / "store_v1")
-    monkeypatch.setattr(data, "CACHE", old / "cache")
-    shutil.copytree(old / "store_v1", old / "cache" / "text-0123456789ab")
-    (old / "cache" / ".text-00000000000f.unfinished" / "parts").mkdir(parents=True)
-    (old / "cache" / ".text-0000000000ff.unfinished").mkdir()  # of a command that was refused
-    said = []
-    recipe = Recipe([str(old / "unfinished_v1" / "text")], vocabulary=VocabularyArguments(tokenizer_type="character"))
-    data.open_store(recipe, said.append)
-    stores = ".text-00000000000f.unfinished, text-0123456789ab"
-    assert f"0.0 MB of other token stores for inputs of this name ({stores})" in said[0]
-    assert (old / "cache" / "text-0123456789ab" / "train.bin").is_file()
 
 
 def test_names_of_cached_stores_stay_the_same():

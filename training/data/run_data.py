@@ -76,17 +76,6 @@ def open_store(recipe: Recipe, say: Callable[[str], None], recorded: str | None 
         return TokenStore(folder)
     from tokenizer.build.store_builder import pretokenize
 
-    name = f"{name_of(recipe.inputs[0])}-{'[0-9a-f]' * 12}"
-    unfinished = {path for path in CACHE.glob(f".{name}.unfinished") if any(path.glob("[!.]*"))}
-    unfinished -= {CACHE / f".{folder.name}.unfinished"}
-    if stores := sorted({*(path.parent for path in CACHE.glob(f"{name}/metadata.json")), *unfinished}):
-        with suppress(OSError):  # another run may finish one of them
-            size = sum(file.stat().st_size for folder in stores for file in folder.rglob("*") if file.is_file())
-            say(
-                f"{CACHE} holds {size / 1e6:,.1f} MB of other token stores for inputs of this name "
-                f"({', '.join(path.name for path in stores)}), from an earlier text, other settings or an older "
-                "version. Delete them if no run needs them."
-            )
     return pretokenize(recipe, folder, say, is_cache=True)
 
 
