@@ -18,7 +18,6 @@ from training.step.optim import (
     OptimArguments,
     build_optimizer,
     describe_rates,
-    jump_at,
     load_moments,
     schedule,
     second_target_weight,
@@ -52,10 +51,6 @@ def test_warmup_stable_decay_is_constant_and_then_linear():
     assert [schedule(step, 10, stable) for step in range(10)] == [0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0]
     # A longer run has the same rates up to the cooldown of the shorter one.
     assert [schedule(step, 20, stable) for step in range(10)] == [0.5] + 9 * [1]
-    start = vars(stable) | {"max_steps": 10}
-    assert jump_at(5, start, 20, stable) == jump_at(7, start, 10, stable) == jump_at(7, {}, 20, stable) == []
-    jump = "rates of step 8 changed from 50% to 100% of their peak: the checkpoint is from a cooldown"
-    assert jump_at(7, start, 20, stable) == [jump]
 
 
 def test_the_weight_of_second_targets_falls_to_zero_at_60_percent_of_the_steps():

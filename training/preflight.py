@@ -45,7 +45,6 @@ from training.runtime.hardware import RENTALS
 from training.runtime.restart import restarted
 from training.step.induction import induction_problems
 from training.step.model import model_config
-from training.step.optim import jump_at
 
 PROGRAM_GROWS = 120_000_000  # bytes of code that are loaded and compiled from the first step on
 
@@ -215,7 +214,6 @@ def _starting_point(
             start = replace(start, owes_validation=True, initializer=partial(load_pretrained, source))
         return start
     changes = compare(checkpoint, state, plan.model, settings, config.settings)
-    changes += jump_at(plan.position.step, state.settings, plan.max_steps, config.optim)
     if any(state.settings.get(name) != settings[name] for name in ("data", "tokens_per_step")):
         state = replace(state, losses=(), unlogged=0)  # they are not a measure for the losses that follow
     start = ResumePoint(checkpoint, replace(state, position=plan.position, settings=settings), changes)

@@ -4,7 +4,7 @@ All code that depends on the kind of optimizer is here and in muon.py.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -203,18 +203,6 @@ def cooldown_start(max_steps: int, arguments: OptimArguments) -> int:
     """Return the number of steps of `warmup_stable_decay` before the rates fall. 0 for other schedules."""
     stable = arguments.lr_scheduler_type == "warmup_stable_decay"
     return round(max_steps * (1.0 - arguments.cooldown_fraction)) if stable else 0
-
-
-def jump_at(step: int, settings: Mapping[str, Any], max_steps: int, arguments: OptimArguments) -> list[str]:
-    """Return a sentence if `step` is in the cooldown of a shorter run with other `settings`, and the rates now rise."""
-    schedules = {name: getattr(arguments, name) for name in ("lr_scheduler_type", "cooldown_fraction", "warmup_steps")}
-    if settings.get("max_steps") not in range(1, max_steps) or not schedules.items() <= settings.items():
-        return []
-    old, new = (schedule(step, steps, arguments) for steps in (settings["max_steps"], max_steps))
-    if new <= old or arguments.lr_scheduler_type != "warmup_stable_decay":
-        return []
-    change = f"changed from {old:.0%} to {new:.0%} of their peak"
-    return [f"rates of step {step + 1:,} {change}: the checkpoint is from a cooldown"]
 
 
 def set_rates(optimizer: torch.optim.Optimizer, step: int, factor: float) -> None:
