@@ -35,7 +35,7 @@ from training.runtime.console import printer
 from training.runtime.device import Setup, describe, kernel_of_sdpa, memory_of_others
 from training.runtime.distributed import on_main, start_accelerator
 from training.runtime.hardware import FILLS_A_GPU, RENTALS, device_name
-from training.step.optim import MUON_RATES, describe_rates, usual_learning_rate
+from training.step.optim import MUON_RATES, usual_learning_rate
 from training.step.size import size_of
 
 VALIDATION_GRAPH = 0.4  # time to compile the validation, as a fraction of the time until the first step (quickstart)
@@ -195,7 +195,6 @@ def describe_forecast(
         "held": sum(
             path.stat().st_size for name in ("checkpoints", "model") for path in (folder / name).rglob("*.safetensors")
         ),
-        "rates": describe_rates(config.optim, plan.tokens_per_step),
         "advice": advice(forecast),
         "rentals": rentals,
         "run": run,

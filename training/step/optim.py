@@ -119,18 +119,6 @@ def batch_factor(tokens_per_step: int) -> float:
     return max(1.0, math.sqrt(tokens_per_step / 2**19))
 
 
-def describe_rates(arguments: OptimArguments, tokens_per_step: int) -> str:
-    """Describe the peak rates of the parameter groups. The text is empty if all groups have the same rate."""
-    embedding, head = arguments.embedding_learning_rate, arguments.head_learning_rate
-    if arguments.optimizer == "adamw" and embedding is head is None:
-        return ""
-    factor, rate = batch_factor(tokens_per_step), arguments.learning_rate
-    text = f"{rate:.3g} (blocks, {arguments.optimizer}), {embedding or rate:.3g} (embedding), {head or rate:.3g} (head)"
-    if factor > 1 and rate == factor * MUON_RATES["learning_rate"]:
-        text += f"; the default rates are multiplied by sqrt(tokens_per_step / 2^19) = {factor:.3g}"
-    return text
-
-
 # Keys of the fp32 tensors in the optimizer's state of a parameter, by the rule of its group.
 MOMENTS = {"adam": ("step", "exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 SCALARS = {"step"}  # a single number instead of one per weight
