@@ -194,17 +194,6 @@ def _only_note(*_: object) -> None:
     """Keep the signal from ending the process. The thread receives it through the wakeup descriptor."""
 
 
-def _forget_in_child() -> None:
-    """Reset the signals in a forked child. It shares the socket, so its SIGTERM would look like one to this process."""
-    for number in SIGNALS:
-        if signal.getsignal(number) is _only_note:
-            signal.signal(number, signal.SIG_DFL)
-            signal.set_wakeup_fd(-1)
-
-
-os.register_at_fork(after_in_child=_forget_in_child)
-
-
 def print_unbuffered(line: str) -> None:
     """Print to stderr from any thread, bypassing Python's buffers, which the main thread may have locked."""
     with suppress(OSError):
