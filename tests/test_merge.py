@@ -310,7 +310,7 @@ def parts_of(folder: Path, name: str) -> StoreBuilder:
 
 
 def merger_of(builder: StoreBuilder, work: Path) -> Merger:
-    return Merger(work, work / "store", builder.plan.settings, builder.plan.units, builder.token_texts)
+    return Merger(work, work / "store", builder.plan.settings, builder.plan.units, encode.token_bytes(builder.rust))
 
 
 def merged(builder: StoreBuilder, work: Path) -> dict[str, bytes]:

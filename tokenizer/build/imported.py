@@ -152,7 +152,6 @@ def import_store(
         report.describe(
             draft,
             tokenizer.backend_tokenizer,
-            texts,
             sizes,
             inputs,
             eos_token_id=eos,

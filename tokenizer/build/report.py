@@ -3,12 +3,10 @@
 import json
 import shlex
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 from tokenizers import Tokenizer
 
 from common.atomic import write_atomic
@@ -16,9 +14,6 @@ from common.errors import counted
 from tokenizer.corpus.units import LEFT_OUT
 from tokenizer.encoding import encode
 from tokenizer.store.store import Metadata, TokenStore, dtype_of, finish
-
-COUNTED_TOKENS = 1 << 22  # size of the evenly spread sample that gives the most frequent tokens
-SHOWN = 12
 
 
 def summary(store: TokenStore, is_cache: bool) -> str:
@@ -49,13 +44,11 @@ def documents(metadata: Metadata) -> str:
 def describe(
     folder: Path,
     rust: Tokenizer,
-    texts: list[bytes],
     splits: dict[str, tuple[int, int, int]],
     inputs: list[list],
     **about: Any,
 ) -> None:
-    """Write inputs, metadata and `report.md` of a store with its tokens, indexes and tokenizer (see `store.finish`).
-    `texts`: text of each token."""
+    """Write inputs, metadata and `report.md` of a store with its tokens, indexes and tokenizer (see `store.finish`)."""
     write_atomic(folder / "inputs.json", json.dumps(inputs))
     finish(
         folder,
@@ -66,9 +59,7 @@ def describe(
         command=shlex.join(["python", *sys.orig_argv[1:]]),
         **about,
     )
-    store = TokenStore(folder)
-    data = {"metadata": store.metadata, "tokens": _token_statistics(store, rust, texts)}
-    write_atomic(folder / "report.md", render("report.md.j2", data))
+    write_atomic(folder / "report.md", render("report.md.j2", {"metadata": TokenStore(folder).metadata}))
 
 
 def render(template: str, data: dict[str, Any]) -> str:
@@ -106,19 +97,3 @@ def left_out(metadata: Metadata, names: int = 0, with_places: bool = False) -> l
         elif surplus:
             lines.append(f"{counted(surplus, 'document')} split in two, with the end held out for validation")
     return lines
-
-
-def _token_statistics(store: TokenStore, rust: Tokenizer, texts: list[bytes]) -> dict[str, Any]:
-    tokens = store.memory_map("train")
-    counts = np.bincount(tokens[:: max(1, len(tokens) // COUNTED_TOKENS)], minlength=len(texts))
-
-    def shown(ids: Iterable[int]) -> list[str]:
-        return [f"`{texts[i].decode('utf-8', 'replace')!r}`" if texts[i] else f"`{rust.id_to_token(i)}`" for i in ids]
-
-    is_all = len(tokens) <= COUNTED_TOKENS
-    return {
-        "longest": shown(sorted(range(len(texts)), key=lambda i: -len(texts[i]))[:SHOWN]),
-        "frequent": shown(np.argsort(-counts, kind="stable")[:SHOWN].tolist()),
-        "counted": "training text" if is_all else f"{counts.sum():,} tokens of the training text",
-        "unused": int((counts == 0).sum()),
-    }

@@ -182,10 +182,6 @@ class StoreBuilder:
     def rust(self) -> Tokenizer:
         return encode.load_rust(self.store / "tokenizer" / "tokenizer.json")
 
-    @cached_property
-    def token_texts(self) -> list[bytes]:
-        return encode.token_bytes(self.rust)
-
     def open_finished(self) -> TokenStore:
         if is_marked(self.work, "unfinished"):  # the process was killed before it was deleted
             discard(self.work, WORK_FILES)
@@ -368,7 +364,7 @@ class StoreBuilder:
                 f"command without --merge to process the rest."
             )
         counts, limit = Counts().add(self.plan.skipped), self.recipe.corpus.limit
-        texts = self.token_texts  # now, while the workers start
+        texts = encode.token_bytes(self.rust)  # now, while the workers start
         parts = self.do_units(units) if limit == NO_LIMIT else self.do_limited_units(limit)
         for part in parts:
             counts.add(part.counts)
@@ -434,7 +430,6 @@ class StoreBuilder:
         report.describe(
             self.store,
             self.rust,
-            self.token_texts,
             {name: (split.tokens, split.documents, split.bytes) for name, split in merger.progress.splits.items()},
             self.inputs,
             eos_token_id=self.plan.settings.eos,
