@@ -8,7 +8,7 @@ import os
 import shutil
 
 import pytest
-from test_export import unpacked
+from test_export import rows, unpacked
 
 import generate
 import train_accelerate
@@ -71,15 +71,17 @@ def test_older_store_is_read(old, version, ends, capsys):
         assert TokenStore(unpacked(old / "store_v2.tar.zst")).metadata == store.metadata
 
 
-def test_format_1_store_is_used_unchanged_and_unsupported_uses_are_refused(old, capsys):
+def test_format_1_store_is_used_packed_and_exported_unchanged(old, capsys):
     before = contents(old / "store_v1")
     text = str(old / "unfinished_v1" / "text")
     pretokenize.main(["--input", text, "--output", str(old / "store_v1"), "--tokenizer_type", "character"])
     assert "it is used unchanged" in capsys.readouterr().out
     assert contents(old / "store_v1") == before
-    sentence = r"build it again with another --output\. It was created by: python -m tokenizer"
-    for export_as in (export.to_archive, export.to_parquet):
-        assert_user_error(sentence, export_as, TokenStore(old / "store_v1"))
+    store = TokenStore(old / "store_v1")
+    assert contents(unpacked(export.to_archive(store))) == before
+    exported = rows(export.to_parquet(store), "validation")
+    assert [ids for _, row in exported for ids in row] == store.in_memory("val").tolist()
+    assert len(exported) == store.metadata.val.documents
 
 
 def test_unfinished_work_of_an_older_version_is_completed(old, monkeypatch, capsys):

@@ -32,7 +32,6 @@ def to_archive(store: TokenStore) -> Path:
     """Pack a store into `NAME.tar.zst` next to it, unless it is already there. The same store gives the same bytes."""
     import zstandard
 
-    store.require_indexes()
     path = store.folder.with_name(store.folder.name + PACKED_STORE)
     if path.exists():
         if _begins_with(path, (store.folder / "metadata.json").read_bytes()):
@@ -67,7 +66,6 @@ def _begins_with(archive: Path, metadata: bytes) -> bool:
 
 def to_parquet(store: TokenStore) -> Path:
     """Write a store as a Hub dataset to `NAME-parquet/` next to it, unless it was already exported there."""
-    store.require_indexes()
     folder = store.folder.with_name(f"{store.folder.name}-parquet")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         if exported_identity(folder) == store.metadata.identity:

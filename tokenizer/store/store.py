@@ -172,14 +172,6 @@ class TokenStore:
             )
         return offsets
 
-    def require_indexes(self) -> None:
-        """Raise a `UserError` if the store's format lacks the index files that other programs read."""
-        if self.metadata.format_version == 1:
-            raise UserError(
-                f"{self.folder} is a store of format 1, which can be read but not packed or exported; build it again "
-                f"with another --output. It was created by: {self.metadata.command}"
-            )
-
     def load_tokenizer(self) -> "PreTrainedTokenizerBase":
         """Return the tokenizer. Raise a `UserError` if it cannot be loaded or differs from the metadata."""
         from tokenizer.encoding import vocabulary
