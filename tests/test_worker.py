@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -145,7 +146,7 @@ def test_killed_worker_is_reported_in_one_sentence(planned):
     sentence = r"^A worker process was killed, often because memory ran out\. .*--num_proc 1 uses the least memory\.$"
     with closing(Workers(2)) as workers:
         workers.start(20)
-        assert_user_error(sentence, workers.do, planned.work, list(range(20)), kill_one)
+        assert_user_error(sentence, lambda: list(map(kill_one, workers.process(planned.work, list(range(20))))))
     wait_until(lambda: not multiprocessing.active_children())
 
 
@@ -251,13 +252,13 @@ def test_changed_settings_and_files_are_named_and_undoing_them_resumes(begun):
 
 @pytest.mark.parametrize("change", [lambda text: text + "more", lambda text: ""])
 def test_file_changed_while_it_is_read_is_named(begun, monkeypatch, change):
-    file, do = Path("texts/b.txt"), Workers.do
+    file, process = Path("texts/b.txt"), Workers.process
 
-    def changed_meanwhile(*arguments) -> None:
+    def changed_meanwhile(*arguments) -> Iterator[Part]:
         file.write_text(change(file.read_text()))
-        do(*arguments)
+        return process(*arguments)
 
-    monkeypatch.setattr(Workers, "do", changed_meanwhile)
+    monkeypatch.setattr(Workers, "process", changed_meanwhile)
     sentence = r"^texts/b\.txt was changed while it was read: it had [\d,]+ bytes and now has [\d,]+\. "
     assert_user_error(sentence, pretokenize, recipe_of(Path("texts")), Path("store"), lambda text: None)
     assert not Path("store").exists()

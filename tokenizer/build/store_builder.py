@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from common import schema
 from common.errors import Problems, UserError, counted, disk_errors, require_room
 from common.machine import cores, free_memory
-from common.progress import Progress
+from common.progress import track
 from common.removal import MARK, discard, is_marked, mark, renew
 from tokenizer.build import report
 from tokenizer.build.merge import Merger
@@ -49,6 +49,7 @@ WORK_FILES = (
 SAMPLED_UNITS = 4096  # maximum number of units to train a tokenizer on
 FINE_TUNING = "train on chats with python -m examples.finetune_chat"
 WORKER_BYTES = 300_000_000  # of memory for one process, with a margin
+SECONDS_BETWEEN_LINES = 30.0  # about the progress
 ESTIMATED_FROM = 1 << 16  # characters that are tokenized to estimate the size of the store
 CACHE_REMEDY = "tokenize with python -m tokenizer.pretokenize --output on another disk, for --data"
 
@@ -324,7 +325,7 @@ class StoreBuilder:
             for part in self.do_units([*units], limit.after(counts) if is_serial else limit):
                 remainder = limit.after(counts)
                 if part.counts.bytes > remainder.bytes or part.counts.documents > remainder.documents:
-                    self.workers.do(self.work, [part.unit], parts.append, remainder)
+                    parts += self.workers.process(self.work, [part.unit], remainder)
                 else:
                     parts.append(part)
                 if parts[-1].is_cut:
@@ -341,18 +342,20 @@ class StoreBuilder:
         counts = Counts().add(self.plan.skipped)
         for part in parts.values():
             counts.add(part.counts)
-        start, start_bytes = time.monotonic(), counts.bytes
-        with Progress("Encoding", len(remainder), self.say is print and len(remainder) > 1, self.say) as progress:
-
-            def on_part(part: Part) -> None:
-                parts[part.unit] = part
-                counts.add(part.counts)
-                self.corpus.check(counts, is_all=False)
-                megabytes = (counts.bytes - start_bytes) / 1e6
-                progress.advance(f"{megabytes:,.0f} MB, {megabytes / (time.monotonic() - start):.1f} MB/s")
-
-            self.workers.start(len(remainder))
-            self.workers.do(self.work, remainder, on_part, limit)
+        start = said = time.monotonic()
+        start_bytes, total = counts.bytes, len(remainder)
+        self.workers.start(total)
+        done = self.workers.process(self.work, remainder, limit)
+        for number, part in enumerate(track(done, "Encoding", self.say is print and total > 1, total), start=1):
+            parts[part.unit] = part
+            counts.add(part.counts)
+            self.corpus.check(counts, is_all=False)
+            if (moment := time.monotonic()) - said > SECONDS_BETWEEN_LINES:
+                said, seconds, megabytes = moment, moment - start, (counts.bytes - start_bytes) / 1e6
+                self.say(
+                    f"{number:,} of {total:,} units, {megabytes:,.0f} MB, {megabytes / seconds:.1f} MB/s, about "
+                    f"{seconds / number * (total - number) / 60:.0f} minutes left"
+                )
         return [parts[unit] for unit in units]
 
     def finish(self, is_merge: bool) -> TokenStore:

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
@@ -295,17 +295,16 @@ class Workers:
             self.pool.submit(int)  # starts all of them
         self.processes = set(multiprocessing.active_children()) - set(children)
 
-    def do(self, folder: Path, units: list[int], on_part: Callable[[Part], None], limit: Limit = NO_LIMIT) -> None:
-        """Process `units`, each up to the limit, and pass each part to `on_part`. Without processes, use this one.
+    def process(self, folder: Path, units: list[int], limit: Limit = NO_LIMIT) -> Iterator[Part]:
+        """Process `units`, each up to the limit, and yield each part when it is done. Without processes, use this one.
         Raise a `UserError` with the first problem of any unit, or if a process was killed."""
         if self.pool is None:
             processor = UnitProcessor(folder) if units else None
-            for number in units:
-                on_part(processor.process(number, limit))
+            yield from (processor.process(number, limit) for number in units)
             return
         try:
             for part in as_completed([self.pool.submit(_process, folder, number, limit) for number in units]):
-                on_part(part.result())
+                yield part.result()
         except BrokenProcessPool as error:
             raise UserError(
                 "A worker process was killed, often because memory ran out. The same command resumes; python -m "
