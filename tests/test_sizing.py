@@ -77,7 +77,7 @@ def test_the_verdict_has_the_numbers_of_budget_and_need(monkeypatch):
         ({"budget": "5units"}, "give a time such as 3h, or use --plan with a device of known price"),
         ({"budget": "1s", "plan": True}, r"budget is 1 s, .* checkpoints take about \d+ s; use a larger one"),
         ({"budget": "1e9d"}, "budget is 1e[+]09 d, more than 100 years; use a smaller one"),
-        ({"budget": "5usd", "hourly_price": 0}, "budget is 5 dollars and hourly_price is 0, more than 100 years"),
+        ({"budget": "5usd", "hourly_price": 0}, "budget is 5 dollars, at 0 dollars per hour, more than 100 years"),
         ({"budget": "1m", "n_layer": 90}, r"90 layers of width 5760 needs up to [\d,]+ GB .* but \d+ GB are free"),
         ({"depth": 3, "max_train_tokens": 1}, "max_train_tokens is 1, less than one step of 4,096 tokens"),
         ({"depth": 3, "n_layer": 4, "plan_steps": 1}, "depth .* n_layer is 4; .*\nplan_steps .* it needs --plan"),
@@ -241,6 +241,24 @@ def test_a_small_text_limits_epochs_and_size(store, arguments, vocab_size, epoch
     longer = choice(store, f"{arguments} --num_train_epochs 40", 100_000, vocab_size=vocab_size).option
     assert longer.epochs > 39
     assert not longer.is_limited_by_text
+    given = choice(store, f"{arguments} --max_steps 1000", 100_000, vocab_size=vocab_size).option
+    assert given.settings["tokens_per_step"] == option.settings["tokens_per_step"]  # not that of the whole budget
+
+
+def test_the_text_limits_a_resumed_run_of_one_layer_as_before(store, monkeypatch):
+    """With more layers, the model would have a circuit, and the text be repeated half as often."""
+    monkeypatch.setattr("training.budget.sizing.GUESSES", {"cpu": 3e9})
+    monkeypatch.setattr("training.budget.sizing.Sizer._find_speed", lambda self, sample: self._assume_speed())
+    arguments = ["--data", str(store.folder), "--budget", "2h"]
+    config, sizing = resolved(store, arguments, 20_000, vocab_size=2048)
+    assert (config.model.n_layer, config.length.max_steps) == (1, 4 * 20_000 // 4096)
+    assert ": sufficient, " in sizing.verdict
+    longest = resolved(store, arguments, 2e6)[1].verdict  # the text is repeated, and does not limit the run
+    assert ": sufficient, 0% margin" in longest
+    chosen = config.flat()
+    names = ("n_layer", "n_embd", "n_head", "induction_init", "max_train_tokens", "tokens_per_step")
+    resumed = [*arguments, *flags(**{name: chosen[name] for name in names if chosen[name] is not None})]
+    assert resolved(store, resumed, 20_000, vocab_size=2048)[0].length.max_steps == config.length.max_steps
 
 
 def test_a_larger_text_or_one_without_a_circuit_is_repeated_more(store):
@@ -289,6 +307,7 @@ def test_given_settings_are_kept(store, tmp_path):
     assert (config.model.n_layer, config.optim.learning_rate, config.length.max_steps) == (3, 0.01, 50)
     model = choice(store, "--budget 1e15flops --depth 8 --n_embd 384 --n_head 6", 1e8).config.model
     assert (model.n_embd, model.initializer_range) == (384, round(0.577 / math.sqrt(384), 4))
+    assert choice(store, "--budget 1e15flops --n_embd 48", 1e8).config.model.n_layer == 1
     model = choice(store, "--budget 1e15flops --n_layer 6 --n_embd 256", 1e8).config.model
     assert (model.n_head, model.n_embd) == (4, 256)
     sentence = "One step of 4,194,304 tokens is more than the whole run"
@@ -314,7 +333,7 @@ def test_the_plan_for_the_a100_of_the_training_report(store):
 
 def test_a_plan_has_one_answer_in_bounded_steps(store, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("training.budget.throughput.PROBE_FLOPS", 1.0)
-    given = {"budget": "9d", "depth": 24, "max_steps": 20, "tokens_per_step": 2**16, "torch_compile": "false"}
+    given = {"budget": "9d", "depth": 12, "max_steps": 20, "tokens_per_step": 2**16, "torch_compile": "false"}
     train_accelerate.main([*flags(data=store.folder, output_dir=tmp_path / "run", **given), "--plan"])
     output = capsys.readouterr().out
     assert output.startswith("Measuring the speed")

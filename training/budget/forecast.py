@@ -185,7 +185,7 @@ def describe_forecast(
         "estimate": estimate,
         "about_tokens": round(n_tokens, 3 - len(str(n_tokens))),
         "store_bytes": bytes_of(forecast.store, "train", "val"),
-        "family": "modern" if config.optim.optimizer == "muon" else "gpt2",
+        "family": "modern" if config.model.is_modern else "gpt2",
         "N": size_of(plan.model).products,
         "scaling": scaling,
         # With max_steps: two lengths in one file would be refused.

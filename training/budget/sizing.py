@@ -149,6 +149,10 @@ def resolve(
     continues = repeats or config.run.resume_from_checkpoint is not None
     if continues and not repeats:
         config = run.restore(config)
+    if (amount := config.budget.amount) is not None and amount.unit != "flops":
+        device, cost = on_main(accelerator, lambda: device_name(accelerator.device)), config.cost
+        price = price_of(device, cost.plan_device, cost.hourly_price, accelerator.num_processes)
+        price.seconds(amount)  # an unknown price is an error before the text is tokenized
     start = time.monotonic()
     stores = stores or 2 * [open_data(config, accelerator)]
     tokenization = time.monotonic() - start
@@ -230,7 +234,8 @@ class Sizer:
         self.is_bpe = self.vocab_size >= scaling.SMALLEST_VOCABULARY  # characters repeat too often to be found again
         content = {} if config.has_model_file else read_yaml(PRESET_OF[self.family])
         self.architecture = {name: content[name] for name in ARCHITECTURE & content.keys()}
-        depth = config.budget.depth or self.given.get("n_layer") or self.given.get("n_embd", 0) // WIDTH
+        depth = config.budget.depth or self.given.get("n_layer")
+        depth = depth or math.ceil(self.given.get("n_embd", 0) / WIDTH)
         heads, width = self.given.get("n_head"), self.given.get("n_embd")
         fitting = [each for each in range(1, DEEPEST + 1) if (width or WIDTH * each) % (heads or each) == 0]
         self.depths = [depth] if depth else fitting or range(1, DEEPEST + 1)
@@ -305,7 +310,7 @@ class Sizer:
         if self.left is not None:
             speed = self._speed(model).tokens_per_second
             longest = self.left * factor * speed  # without startup and validations
-            tokens = longest - self._seconds(model, 0) * speed
+            tokens = 2 * longest - self._seconds(model, longest) * speed
         elif amount is not None:
             longest = tokens = factor * amount.number / flops_per_token(model)
         else:
@@ -313,7 +318,7 @@ class Sizer:
         # The length of a resumed run is the user's, or already limited.
         is_decided = LENGTHS & (self.given.keys() if self.config.run.resume_from_checkpoint else self.config.flags)
         maximum = math.inf if is_decided else self.repetition.epochs * self.tokens
-        batch = self._batch(model, max(1, min(tokens, self._length(0) or maximum)))
+        batch = self._batch(model, max(1, min(tokens, self._length(0) or self.repetition.epochs * self.tokens)))
         limit = self._length(batch)
         if amount is None and limit is not None:
             longest = tokens = limit
@@ -326,7 +331,8 @@ class Sizer:
         seconds = None
         if self.left is not None:
             seconds = self._seconds(model, steps * batch, math.ceil(steps / settings["eval_steps"]))
-            settings["max_train_tokens"] = limit and int(maximum)  # for a resumed run, while its length is an estimate
+            # For a resumed run, while its length is an estimate.
+            settings["max_train_tokens"] = int(maximum) if limit or maximum <= tokens else None
         return Option(settings, model, steps * batch, maximum, self.tokens, self.repetition, self.family, seconds)
 
     def _batch(self, model: GPT2ScratchConfig, tokens: float) -> int:

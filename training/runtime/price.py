@@ -82,7 +82,7 @@ class Price:
                 f"{'a100-80gb' if is_money else 'a100-40gb'}."
             )
         if seconds > LONGEST:
-            values = f"{amount} and hourly_price is {price:g}" if is_money else f"{amount}"
+            values = f"{amount}, at {price:g} dollars per hour" if is_money else f"{amount}"
             raise UserError(f"budget is {values}, more than 100 years; use a smaller one, or a time such as 3h.")
         return seconds
 
