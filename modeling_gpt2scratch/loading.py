@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -26,6 +27,7 @@ TEMPLATES = "additional_chat_templates/*.jinja"
 OLD_TOKENIZER = ("vocab.json", "merges.txt", "added_tokens.json")
 MISFIT = "its weights do not fit its config.json"
 LFS_POINTER = b"version https://git-lfs"
+LAYERS = ("n_layer", "num_hidden_layers", "num_layers", "n_layers")
 MAX_LABELS = 1_000_000
 # Settings of a config.json that make Transformers read other weight files or quantized weights.
 REFUSED_SETTINGS = ("quantization_config", "transformers_weights")
@@ -37,19 +39,25 @@ class ModelError(ValueError):
 
 def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
     """Load a model from a folder or a Hub id, in evaluation mode.
-    Raise a `ModelError` if it is damaged, incomplete, or of an unknown architecture."""
+    Raise a `ModelError` if it is damaged, incomplete, of an unknown architecture, or has links out of its folder."""
     with one_sentence(source):
         folder = fetch(source, CONFIG, GENERATION, ADAPTER)
-        read_model_config(folder)
-        if (folder / ADAPTER).is_file():
+        settings = read_model_config(folder)
+        if own_file(folder, ADAPTER) is not None:
             raise ModelError(f"{ADAPTER} makes it an adapter; merge the adapter into its base model first")
-        if (folder / GENERATION).is_file():
+        if own_file(folder, GENERATION) is not None:
             read_json(folder, GENERATION)
-        _check_weights(fetch(source, WEIGHTS, SHARDS, INDEX))
+        types = _stored_types(fetch(source, WEIGHTS, SHARDS, INDEX))
+        for name in LAYERS:  # checked first, because building many layers takes time even without weights
+            if isinstance(number := settings.get(name), int) and number > len(types):
+                raise ModelError(f"{MISFIT}: {name} is {number}, but there are only {len(types)} tensors")
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         # Either setting may name a kernel, which is code from the Hub.
         config._attn_implementation = config._experts_implementation = None
         model = load_weights(AutoModelForCausalLM, folder, config, dtype)
+        for name, _ in model.named_parameters():
+            if not types.get(name, "F").startswith(("F", "BF")):
+                raise ModelError(f"{name} has type {types[name]}, which is not a floating-point type")
         _check_special_tokens(model)
         model.name_or_path = model.config.name_or_path = str(source)
     return model
@@ -99,7 +107,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
 def has_tokenizer(folder: Path) -> bool:
     """Return whether the folder has a tokenizer. Without this check, Transformers would create an empty one."""
-    return any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+    return any(own_file(folder, name) for name in ("tokenizer.json", "vocab.json"))
 
 
 def check_tokenizer(source: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -165,10 +173,10 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
     """Return the JSON object in a file. Raise a `ModelError` if it does not exist or contains something else."""
-    if not (folder / name).is_file():
+    if (path := own_file(folder, name)) is None:
         raise ModelError(f"{name} is missing")
     try:
-        content = json.loads((folder / name).read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # ValueError: also for text that is not UTF-8
         raise ModelError(f"{name} is not JSON: {_short(error)}") from error
     if not isinstance(content, dict):
@@ -176,20 +184,51 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     return content
 
 
-def _check_weights(folder: Path) -> None:
-    """Raise a `ModelError` if a model's safetensors files are incomplete or pointers of Git LFS, or if its index
-    names other files."""
-    for path in (files := [*folder.glob("*.safetensors")]):
+def own_file(folder: Path, name: str) -> Path | None:
+    """Return a file of a model's folder, or None if it does not exist. Raise a `ModelError` for a link out of the
+    folder."""
+    path = folder / name
+    if not path.is_file():
+        return None
+    target, home = path.resolve(), folder.resolve()
+    # In the Hub's cache, files of a snapshot are links into the folder `blobs` of the repository.
+    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
+    if not target.is_relative_to(home) and target.parent != blobs:
+        raise ModelError(f"{name} is a link out of the folder")
+    return path
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model. All of them must be in its folder."""
+    if (path := own_file(folder, WEIGHTS)) is not None:
+        return [path]
+    if own_file(folder, INDEX) is None:
+        raise ModelError(f"{WEIGHTS} is missing")
+    names = read_json(folder, INDEX).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise ModelError(f"{INDEX} has no weight_map of file names")
+    files = []
+    for name in sorted(set(names.values())):
+        if Path(name).name != name or "\\" in name:
+            raise ModelError(f"{INDEX} names weights outside the folder ({name[:100]})")
+        if not name.endswith(".safetensors"):
+            raise ModelError(f"{INDEX} names {name[:100]}, which is not a safetensors file")
+        if (path := own_file(folder, name)) is None:
+            raise ModelError(f"{name} is missing, but {INDEX} names it")
+        files.append(path)
+    return files
+
+
+def _stored_types(folder: Path) -> dict[str, str]:
+    """Return the type of each tensor (F32, BF16, I64 ...) from the headers of the safetensors files."""
+    types = {}
+    for path in _weight_files(folder):
         with path.open("rb") as file:
             if file.read(len(LFS_POINTER)) == LFS_POINTER:
                 raise ModelError(f"{path.name} is a pointer of Git LFS, not the weights; run git lfs pull")
-    if folder / WEIGHTS in files:
-        return
-    if not (folder / INDEX).is_file():
-        raise ModelError(f"{WEIGHTS} is missing")
-    for name in read_json(folder, INDEX)["weight_map"].values():
-        if folder / name not in files:
-            raise ModelError(f"{INDEX} names {name[:100]}, which is not a safetensors file in the folder")
+        with safe_open(path, framework="pt") as file:
+            types |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118  not a mapping
+    return types
 
 
 def _check_special_tokens(model: PreTrainedModel) -> None:

@@ -16,13 +16,13 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from common.errors import NONSENSE, UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from modeling_gpt2scratch.loading import CONFIG, TOKENIZER
+from modeling_gpt2scratch.loading import CONFIG, TOKENIZER, own_file
 from modeling_gpt2scratch.prompts import add_turn_end
 from publishing.upload import SIGNATURE_PATTERN
 from tokenizer.encoding import vocabulary
 from tokenizer.store.store import TokenStore
 from training.checkpoints import checkpoint as checkpoints
-from training.checkpoints.loading import load_own_model
+from training.checkpoints.loading import load_own_model, model_errors
 from training.checkpoints.metrics import read_metrics
 from training.checkpoints.run_folder import FOLDERS, RunFolder, find_checkpoint, is_checkpoint, run_of
 from training.checkpoints.samples import read_samples
@@ -152,13 +152,8 @@ def model_files(folder: Path, patterns: tuple[str, ...]) -> list[str]:
 
 
 def _check_link(folder: Path, name: str) -> None:
-    home = folder.resolve()
-    # In the Hub's cache, files of a snapshot are links into the folder `blobs` of the repository.
-    homes = (home, home.parents[1] / "blobs") if home.parent.name == "snapshots" else (home,)
-    if not any(map((folder / name).resolve().is_relative_to, homes)):
-        raise UserError(
-            f"{folder} cannot be published: {name} is a link out of the folder; replace the link by the file."
-        )
+    with model_errors(f"{folder} cannot be published: {{}}; replace the link by the file."):
+        own_file(folder, name)
 
 
 def in_short(number: int) -> str:

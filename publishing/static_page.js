@@ -350,9 +350,9 @@ async function continueText(cards, text, settings) {
 }
 
 async function chat([it], text, settings) {
-  if (!text.trim()) refuse("The message is empty; write one.");
   const show = (turn, i) => it.text.append(element("span", { className: i % 2 ? "" : "user", textContent: turn }));
   texts.forEach(show);
+  if (!text.trim()) refuse("The message is empty; write one.");
   await it.attempt(async (model) => {
     if (!model.chat) refuse(`${model.name} has no chat template: it continues text.`);
     const turns = [...texts, text], length = Math.max(1, Math.min(settings.length, model.context >> 1));

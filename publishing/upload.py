@@ -8,6 +8,7 @@ arrived are not sent again. (`upload_folder` makes several commits if Xet is ins
 import errno
 import filecmp
 import glob
+import json
 import re
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, get_token
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, RepoCard, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HTTPError,
@@ -37,7 +38,7 @@ TOKENS = "https://huggingface.co/settings/tokens"
 SIGNATURE = (
     "<!-- Written by push_to_hub.py, which replaces this page at each push. Delete this line to keep your changes. -->"
 )
-NEW_SPACE = {".gitattributes", "README.md"}  # files that the Hub itself writes
+NEW_SPACE = {".gitattributes", "README.md", "index.html", "style.css"}  # files of the Hub's own first commit
 PUBLISHED_KINDS = {"gpt2scratch", "gpt2", "apertus"}  # values of model_type
 SIGNATURE_PATTERN = re.compile("<!-- Written by push_to_hub.py, which .*-->")  # also matches lines of older versions
 
@@ -84,7 +85,7 @@ def check_access(repository: Repository) -> None:
         except RepositoryNotFoundError:
             return
         names = {file.rfilename for file in info.siblings}
-        if repository.type == "space" and names - NEW_SPACE and "models.json" not in names:
+        if repository.type == "space" and "models.json" not in names and not _is_new(repo_id, names):
             raise UserError(f"{repo_id} is a Space of other files, which would be replaced; use another name.")
         kind = (getattr(info, "config", None) or {}).get("model_type", "gpt2scratch")
         if kind not in PUBLISHED_KINDS:
@@ -94,6 +95,12 @@ def check_access(repository: Repository) -> None:
                 f"{repo_id} exists and is public, so --private has no effect; make it private in its settings on the "
                 f"Hub, or use another repository."
             )
+
+
+def _is_new(space: str, names: set[str]) -> bool:
+    """Return whether a Space with files of these `names` has only those that the Hub wrote."""
+    has_page = "index.html" in names  # the Hub's example, or the user's
+    return names <= NEW_SPACE and not (has_page and len(HfApi().list_repo_commits(space, repo_type="space")) > 1)
 
 
 def check_models(names: list[str]) -> None:
@@ -128,7 +135,15 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
     target = {"repo_id": repo_id, "repo_type": repository.type}
     on_branch = target | {"revision": repository.branch}
     with hub_errors(f"upload to {repo_id}"):
-        hub.create_repo(**target, private=repository.private, space_sdk=repository.sdk, exist_ok=True)
+        _refuse_bad_metadata(folder / "README.md", repository.type)  # checked before anything is created
+        if not hub.repo_exists(**target):
+            try:
+                hub.create_repo(**target, private=repository.private, space_sdk=repository.sdk)
+            except HfHubHTTPError as error:
+                if error.response.status_code != 409:
+                    raise
+                sentence = f"{repo_id} exists on the Hub but is not a {repository.type}; use another name."
+                raise UserError(sentence) from error
         paths, is_copy = published_files(folder), False  # a copy of main, until the first upload to the branch
         if repository.branch is not None:
             additions = [CommitOperationAdd(name, path) for name, path in paths.items()]
@@ -172,6 +187,18 @@ def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None
         )
 
 
+def _refuse_bad_metadata(card: Path, repo_type: str) -> None:
+    """Raise a `UserError` if the Hub does not accept the metadata."""
+    try:
+        RepoCard.load(card).validate(repo_type)
+    except ValueError as error:
+        try:
+            reasons = "; ".join(problem["message"] for problem in json.loads(str(error))["errors"])
+        except (ValueError, KeyError, TypeError):
+            reasons = _on_one_line(error)
+        raise UserError(f"The Hub does not accept the metadata of {card}: {reasons}; correct these values.") from error
+
+
 @contextmanager
 def hub_errors(action: str) -> Iterator[None]:
     """Turn errors of the Hub and of the network into one sentence."""
@@ -185,10 +212,8 @@ def hub_errors(action: str) -> Iterator[None]:
         raise UserError(f"{problem}: run `hf auth login`, then this command again.") from error
     except HfHubHTTPError as error:
         raise UserError(f"Could not {action}: the Hub refused: {_on_one_line(error)}; {remedy}.") from error
-    except ValueError as error:  # metadata of the card that the Hub does not accept, or not the Hub's response
-        sentence = f"Could not {action}: {_on_one_line(error)}; correct that, and run this command again."
-        raise UserError(sentence) from error
-    except (HTTPError, OSError, RuntimeError) as error:  # RuntimeError: from Xet
+    # RuntimeError: from Xet. ValueError: a response that is not from the Hub.
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:
         if getattr(error, "errno", None) == errno.ENOSPC:
             raise UserError(f"Could not {action}: the disk of TMPDIR is full; set TMPDIR to a larger one.") from error
         raise UserError(f"Could not {action}: the Hub cannot be reached ({_on_one_line(error)}); {remedy}.") from error

@@ -71,6 +71,7 @@ class Hub:
         self.requests: list[tuple[str, str]] = []  # method and path
         self.bodies: list[bytes] = []
         self.user = {"name": "me", "type": "user", "orgs": [{"name": "us"}], "auth": {"accessToken": {"role": "write"}}}
+        self.taken: set[str] = set()  # names that other things have
         self.read_only: set[str] = set()  # namespaces without write permission
         self.licences = {"mit", "apache-2.0", None}  # valid licenses
         self.secret: set[str] = set()  # files without read permission
@@ -191,11 +192,12 @@ class Handler(BaseHTTPRequestHandler):
         key = f"{asked.get('type', 'model')}s/{name}"
         if name.split("/")[0] in self.hub.read_only:
             self.refuse(403, "You don't have the rights to create a model under this namespace")
-        elif key in self.hub.repositories:
+        elif name in self.hub.taken or key in self.hub.repositories:
             self.answer(409, {"error": "You already created this repo", "url": f"{self.base}/{name}"})
         else:
             repository = self.hub.repositories[key] = Repository(asked.get("visibility") == "private")
-            repository.commit("main", {".gitattributes": File(b"*.safetensors filter=lfs\n", False)})
+            names = (".gitattributes", *("README.md", "index.html", "style.css") * (asked.get("sdk") == "static"))
+            repository.commit("main", {name: File(b"*.safetensors filter=lfs\n", False) for name in names})
             self.answer(200, {"url": f"{self.base}/{PREFIX[key.split('/')[0]]}{name}", "id": name})
 
     def info(self, body: bytes, kind: str, name: str, revision: str | None = None) -> None:
@@ -206,6 +208,10 @@ class Handler(BaseHTTPRequestHandler):
         if "config.json" in files:
             answer["config"] = {"model_type": json.loads(files["config.json"].content).get("model_type")}
         self.answer(200, answer)
+
+    def history(self, body: bytes, kind: str, name: str, revision: str) -> None:
+        facts = {"title": "", "message": "", "date": "2026-01-01T00:00:00.000Z", "authors": []}
+        self.answer(200, [{"id": sha} | facts for sha in self.hub.repositories[f"{kind}/{name}"].commits])
 
     def tree(self, body: bytes, kind: str, name: str, revision: str, folder: str | None = None) -> None:
         _, files = self.at(kind, name, revision)
@@ -305,6 +311,7 @@ ROUTES = {
         (f"/api/{KIND}/{NAME}", Handler.info),
         (f"/api/{KIND}/{NAME}/revision/{REVISION}", Handler.info),
         (f"/api/{KIND}/{NAME}/tree/{REVISION}/?(?P<folder>.*)", Handler.tree),
+        (f"/api/{KIND}/{NAME}/commits/{REVISION}", Handler.history),
         (f"/api/{KIND}/{NAME}/refs", Handler.refs),
         (rf"/(?P<prefix>(datasets|spaces)/)?{NAME}/resolve/{REVISION}/(?P<path>.+)", Handler.resolve),
     ],

@@ -28,6 +28,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.loading import ModelError
 from publishing import demo, demo_page
 from publishing.demo import assemble_space
+from publishing.upload import Repository, check_access
 from tokenizer.encoding.vocabulary import character_tokenizer
 
 
@@ -322,7 +323,8 @@ def test_a_space_is_published_only_with_public_models(hub, tmp_path, monkeypatch
     with pytest.raises(UserError, match="me/hidden, me/none, me/no_weights has no weights on the Hub"):
         demo.main(["me/a", "me/hidden", "me/none", "me/no_weights", "--space", "me/other"])
     assert "spaces/me/other" not in hub.repositories
-    HfApi().create_repo("me/game", repo_type="space", space_sdk="gradio")
+    HfApi().create_repo("me/game", repo_type="space", space_sdk="static")
+    check_access(Repository("me/game", "space"))  # nothing but the example of the Hub
     hub["spaces/me/game"].commit("main", {"index.html": File(b"play", False)})
     with pytest.raises(UserError, match="me/game is a Space of other files, which would be replaced"):
         demo.main(["me/a", "--space", "me/game"])

@@ -123,12 +123,7 @@ def test_invalid_bytes_and_surrogates_in_records_are_replaced_and_counted(tmp_pa
 
 def test_too_long_records_and_broken_lists_are_refused_with_the_place(tmp_path, monkeypatch):
     monkeypatch.setattr(records_module, "LONGEST_RECORD", 1 << 20)
-    monkeypatch.setattr(documents_module, "LONGEST_RECORD", 1 << 20)
     records = [{"text": "one"}, {"text": "words " * 200_000}]
-    text = write(tmp_path / "a.txt", "one\n" + "words " * 400_000)
-    assert "a.txt cannot be read: a line is longer than 1 MiB, too long for --sample_by; " in refusal(
-        text, sample_by="line"
-    )
     for name, sentence in (
         ("a.jsonl", r"a\.jsonl cannot be read: line 2 is longer than 1 MiB, too long for one record; fix it"),
         ("a.json", "convert it to jsonl, one record per line"),

@@ -654,16 +654,17 @@ def test_problems_with_the_hub_are_reported_before_any_work(run, hub, monkeypatc
 
 def test_a_refusal_of_the_hub_is_one_sentence(folder, hub, tmp_path):
     hub.read_only.add("us")
+    hub.taken.add("our/tiny")
     wrong = shutil.copytree(folder, tmp_path / "wrong")
     (wrong / "README.md").write_text("---\nlicense: my own\n---\n")
     for source, repo_id, target in (
         (folder, "us/tiny", r"Could not upload to us/tiny: the Hub refused: [^\n]*$"),
-        (wrong, "me/tiny", r"Invalid metadata in README\.md\. - \"license\" must be one of.*; correct that[^\n]*$"),
+        (folder, "our/tiny", r"our/tiny exists on the Hub but is not a model; use another name\.$"),
+        (wrong, "me/tiny", r"does not accept the metadata of .*README\.md: \"license\" must be one of[^\n]*$"),
     ):
         assert_user_error(target, upload, source, Repository(repo_id))
         assert not hub.large
-    assert "models/us/tiny" not in hub.repositories
-    assert hub["me/tiny"].files().keys() == {".gitattributes"}
+    assert not {"models/us/tiny", "models/our/tiny"} & {*hub.repositories}
 
 
 def test_a_folder_without_a_run_is_published_with_its_own_card(run, tmp_path, hub, checks):

@@ -179,6 +179,8 @@ def test_a_chat_has_the_ids_of_python_and_is_answered(system, address, browser, 
     page.write(" \n")
     assert browser.find_element("id", "status").text == "The message is empty; write one."
     page.write("the")
+    page.write("")
+    assert page.texts(".user") == ["the"]
     assert page.texts("h2") == ["chats"]
     page.choose("letters", task="chat")
     page.write("the")
@@ -321,7 +323,8 @@ def test_a_model_on_the_hub_is_loaded_from_it_at_one_commit(hub, chats, browser,
     push_to_hub.main(["me/chats", "--space", "me/page", "--static", "--cdn", "--onnx", "q8"])
     assert capsys.readouterr().out.endswith("/spaces/me/page\n")
     files = hub["spaces/me/page"].files()
-    assert files.keys() == {".gitattributes", "index.html", "page.js", "page.css", "models.json", "README.md"}
+    own = {"index.html", "page.js", "page.css", "models.json", "README.md"}
+    assert files.keys() == own | {".gitattributes", "style.css"}  # of the Hub
     hosts = f"{constants.ENDPOINT} https://*.hf.co 'self' https://cdn.jsdelivr.net;"
     assert f"connect-src {hosts}" in files["index.html"].decode()
     assert f'"{remote}onnx/model_quantized.onnx"' in files["models.json"].decode()

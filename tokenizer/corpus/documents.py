@@ -1,11 +1,10 @@
-"""Documents, read in pieces of about a megabyte, so that no text file has to fit in memory.
+"""Documents, read in pieces of about a megabyte, so that no document has to fit in memory.
 
 A document is a plain text file, or each of its lines or paragraphs, or a record of a jsonl, json, csv or parquet file
 or of a Hub dataset. Broken text is replaced or skipped, and counted.
 """
 
 import codecs
-import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,7 @@ from common.errors import UserError
 from tokenizer.corpus import files
 from tokenizer.corpus.byte_range import ByteRange, bounds, last_cut
 from tokenizer.corpus.chat import ChatTemplate
-from tokenizer.corpus.records import LONGEST_RECORD, records
+from tokenizer.corpus.records import records
 
 PIECE_BYTES = 1 << 20
 FILES_PER_PROBLEM = 20  # number of files that a store names for each problem
@@ -181,16 +180,9 @@ class Reader:
                 return
 
     def _of_text(self, part: ByteRange) -> Iterator[Piece]:
-        blocks = self._blocks(part)
-        if self.sample_by == "document":
-            yield from self._in_pieces(blocks, part.path, not part.start, part.stop is None)
-            return
-        with files.readable(part.path):  # for a line that is too long
-            for text in (_lines if self.sample_by == "line" else _paragraphs)(blocks):
-                if len(text) > PIECE_BYTES:
-                    yield from self._of_segments([(text, None)], part.path)
-                else:
-                    yield Piece(text, True, True)
+        texts = SPLITTERS[self.sample_by](self._blocks(part))
+        is_part = self.sample_by == "document"  # false for lines and paragraphs, which are not divided
+        return self._in_pieces(texts, part.path, not (is_part and part.start), not is_part or part.stop is None)
 
     def _of_records(self, part: ByteRange) -> Iterator[Piece]:
         path = part.path
@@ -217,20 +209,26 @@ class Reader:
         final = len(segments) - 1
         for i, (text, control) in enumerate(segments):
             if len(text) > PIECE_BYTES:
-                blocks = (text[at : at + PIECE_BYTES] for at in range(0, len(text), PIECE_BYTES))
+                places = range(0, len(text), PIECE_BYTES)
+                blocks = ((text[at : at + PIECE_BYTES], at == places[-1]) for at in places)
                 *long, end = self._in_pieces(blocks, path, i == 0)
                 yield from long
                 yield end._replace(ends_document=i == final, control=control)
             else:
                 yield Piece(text, i == 0, i == final, control)
 
-    def _in_pieces(self, texts: Iterable[str], path: str, starts: bool = True, stops: bool = True) -> Iterator[Piece]:
-        """Yield the pieces of one document, cut between words.
-        `starts`: whether the first text begins the document. `stops`: whether the last text ends it."""
-        head, position = "", 0
-        for text in texts:
+    def _in_pieces(
+        self, texts: Iterable[tuple[str, bool]], path: str, starts: bool = True, stops: bool = True
+    ) -> Iterator[Piece]:
+        """Yield pieces, cut between words, from pairs (text, whether a document ends with it).
+        `starts`: whether the first text begins a document. `stops`: whether the last text ends one."""
+        head, ends, position = "", True, 0
+        for text, ends in texts:
             head += text
-            if len(head) > PIECE_BYTES:
+            if ends:
+                yield Piece(head, starts, True)
+                head, starts, position = "", True, 0
+            elif len(head) > PIECE_BYTES:
                 end = last_cut(head, position)
                 if not end and len(head) > LONGEST_RUN:
                     self.counts.note("cut_words", 1, path)
@@ -239,7 +237,8 @@ class Reader:
                     yield Piece(head[:end], starts, False)
                     head, starts = head[end:], False
                 position = 0 if end else len(head) - 2  # a cut at the last two characters depends on the next text
-        yield Piece(head, starts, stops)
+        if not ends:
+            yield Piece(head, starts, stops)
 
     def _blocks(self, part: ByteRange) -> Iterator[str]:
         """Yield the text of a part of a file in quarters of a piece."""
@@ -269,24 +268,39 @@ class Reader:
         return text
 
 
-def _lines(blocks: Iterable[str]) -> Iterator[str]:
-    """Yield lines without line ends. Raise a `ValueError` for a line that is too long for the memory."""
-    tail = ""
+# ---- splitters of plain text: blocks -> (text, whether a document ends with it) -----------------------------------
+
+
+def _lines(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Yield lines without line ends. A line of more than a megabyte comes in several parts."""
+    tail, is_within = "", False
     for block in blocks:
         *lines, tail = (tail + block).split("\n")
-        yield from (line.removesuffix("\r") for line in lines)
-        if len(tail) > LONGEST_RECORD:
-            raise ValueError(f"a line is longer than {LONGEST_RECORD >> 20} MiB, too long for --sample_by")
-    if tail:
-        yield tail
+        for line in lines:
+            yield line.removesuffix("\r"), True
+        is_within = is_within and not lines
+        if len(tail) > PIECE_BYTES:
+            end = -1 if tail.endswith("\r") else len(tail)  # \r may belong to the line end
+            yield tail[:end], False
+            tail, is_within = tail[end:], True
+    if tail or is_within:
+        yield tail, True
 
 
-def _paragraphs(blocks: Iterable[str]) -> Iterator[str]:
+def _paragraphs(blocks: Iterable[str]) -> Iterator[tuple[str, bool]]:
     """Yield paragraphs, which are separated by blank lines."""
-    lines = []
-    for line in itertools.chain(_lines(blocks), [""]):
-        if line.strip():
-            lines.append(line)
-        elif lines:
-            yield "\n".join(lines)
-            lines = []
+    in_paragraph = in_line = False
+    for line, ends in _lines(blocks):
+        if ends and not in_line and not line.strip():
+            if in_paragraph:
+                yield "", True
+            in_paragraph = False
+        else:
+            yield ("\n" + line if in_paragraph and not in_line else line), False
+            in_paragraph = True
+        in_line = not ends
+    if in_paragraph:
+        yield "", True
+
+
+SPLITTERS = {"document": lambda blocks: ((block, False) for block in blocks), "line": _lines, "paragraph": _paragraphs}

@@ -270,17 +270,16 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
     """Load a fast tokenizer from a folder, a `tokenizer.json` or the Hub. In a file, or a folder that names no end
     token, `<|endoftext|>` ends documents. Raise a `UserError` if there is none, or only a slow one."""
     folder = Path(name)
+    if folder.is_file():
+        return _from_file(folder)
     if not folder.exists():
         hub.require(str(name), "a tokenizer", "tokenizer.json", "tokenizer_config.json", "vocab.json")
     if folder.is_dir() and not (folder / "tokenizer.json").is_file():  # AutoTokenizer would return an empty one
         raise UserError(f"{name} has no tokenizer.json, so there is no fast tokenizer to load.")
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
 
     try:
-        if folder.is_file():
-            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder))
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
         tokenizer.encode("")  # the first call that fails if a setting has a wrong type
     except Exception as error:  # the Rust library raises no narrower class
         needs_code = "trust_remote_code" in str(error)
@@ -288,10 +287,21 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
         raise UserError(f"No tokenizer can be loaded from {name}: {reason}.") from error
     if not tokenizer.is_fast:
         raise UserError(f"{name} is a slow tokenizer; only fast ones (tokenizer.json) are supported.")
-    names_no_end = folder.exists() and not any((folder / config).exists() for config in CONFIGS)
+    names_no_end = folder.is_dir() and not any((folder / config).exists() for config in CONFIGS)
     if names_no_end and tokenizer.backend_tokenizer.token_to_id(END_OF_TEXT) is not None:
         tokenizer.eos_token = END_OF_TEXT
     return tokenizer
+
+
+def _from_file(path: Path) -> "PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        rust = Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust library raises no narrower class
+        raise UserError(f"{path} is not a tokenizer.json: {hub.shortened(error)}.") from error
+    eos = END_OF_TEXT if rust.token_to_id(END_OF_TEXT) is not None else None
+    return PreTrainedTokenizerFast(tokenizer_object=rust, eos_token=eos)
 
 
 def check_ids(tokenizer: "PreTrainedTokenizerBase | SavedTokenizer", name: object) -> None:
