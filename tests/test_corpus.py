@@ -178,7 +178,6 @@ def test_links_are_followed_only_if_given_by_name(tmp_path):
     assert documents(tmp_path / "books") == ["in"]
     assert corpus(tmp_path / "books").left_out_words(Counts()) == "4 links that were not followed"
     assert "is not clean (4 links that were not followed), which" in refusal(tmp_path / "books", strict=True)
-    write(tmp_path / "elsewhere" / "b.txt", "out")
     (tmp_path / "a.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
     (tmp_path / "folder").symlink_to(tmp_path / "elsewhere")
     assert documents(tmp_path / "a.txt") == documents(tmp_path / "folder") == documents(tmp_path / "*.txt") == ["out"]
@@ -398,8 +397,7 @@ def test_identity_and_fingerprint_detect_changes(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
-        *(("a.txt", "", "1 blank document"), ("a.txt", " \n", "1 blank document")),
-        ("a.jsonl", '{"text": " "}\n', "1 blank document"),
+        *(("a.txt", "", "1 blank document"), ("a.jsonl", '{"text": " "}\n', "1 blank document")),
         ("a.jsonl", "broken\n", "1 record without text; the first in {}, line 1 (broken)"),
         *((name, "", "nothing was found") for name in ("a.jsonl", "a.csv")),
         *(("a.jsonl", "\n\n", "nothing was found"), ("a.csv", "text,id\n", "nothing was found")),
@@ -521,8 +519,6 @@ def test_table_without_text_column_is_skipped_unless_given_by_name(tmp_path):
 UNREADABLE = {
     "cut.txt.gz": (gzip.compress((GOOD * 3).encode())[:-9], "cannot be read"),
     "cut.jsonl.gz": (gzip.compress(b'{"text": "some words"}\n')[:-9], "cannot be read"),
-    "empty.gz": (b"", "cannot be read"),
-    "not.txt.zst": (b"plain text", "cannot be read"),
     "not.parquet": (b"PAR1 and no more", "cannot be read"),
     "cut.json": (b'[{"text": "a"}, {"te', "cannot be read"),
     "wide.txt": ("some words".encode("utf-16"), "is UTF-16 text"),
@@ -537,12 +533,11 @@ def test_unreadable_files_in_a_folder_are_skipped_up_to_half_of_the_bytes(tmp_pa
     counts = read(folder)[1]
     assert (counts.unreadable_files, counts.unreadable_bytes) == (1, len(content))
     assert reason in refusal(folder / name, folder / "words.txt")
-    write(folder / "words.txt", "a" * max(1, len(content) - 1))
-    if content:
-        sentence = refusal(folder)
-        assert f"1 file of {len(content)} bytes cannot be read in full, more than half of" in sentence
-        assert f"the first in {folder / name} ({reason}" in sentence
-        assert sentence.endswith("correct that, or skip the file with --exclude.")
+    write(folder / "words.txt", "a" * (len(content) - 1))
+    sentence = refusal(folder)
+    assert f"1 file of {len(content)} bytes cannot be read in full, more than half of" in sentence
+    assert f"the first in {folder / name} ({reason}" in sentence
+    assert sentence.endswith("correct that, or skip the file with --exclude.")
     assert read(folder, exclude=[name])[1].unreadable_files == 0
 
 
