@@ -64,7 +64,7 @@ def estimated(text: Path, tmp_path: Path, **corpus) -> Estimate | None:
     return estimate(recipe(text, **corpus), tmp_path / "sample", lambda line: None)
 
 
-@pytest.mark.parametrize("suffix", ["txt", "jsonl", "jsonl.zst", "csv", "parquet"])
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "jsonl.zst", "parquet"])
 def test_estimate_is_close_to_the_real_store(suffix, tmp_path):
     text, tokens = written(tmp_path / "text", suffix), 234_778 if suffix == "txt" else 236_774
     made = pretokenize(recipe(text), tmp_path / "made", lambda line: None).metadata

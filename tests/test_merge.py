@@ -221,9 +221,9 @@ def seed_of_long(path: Path, fraction: float, to_validation: bool) -> int:
     return seed_apart([start], fraction, to_validation)
 
 
-@pytest.mark.parametrize("to_validation", [False, True])
-@pytest.mark.parametrize("weight", [1, 3])
-@pytest.mark.parametrize("tokenizer_type", ["bpe", "character"])
+@pytest.mark.parametrize(
+    ("weight", "to_validation", "tokenizer_type"), [(1, False, "bpe"), (3, True, "bpe"), (3, False, "character")]
+)
 def test_end_of_a_single_document_is_held_out(tmp_path, weight, to_validation, tokenizer_type):
     seed = seed_of_long(tmp_path / "a.txt", 0.3, to_validation)
     builder = builder_of([str(tmp_path / "a.txt")], tmp_path / "store", (weight,), "no", 0.3, tokenizer_type, seed)
