@@ -3,6 +3,7 @@
 import re
 import shutil
 import signal
+import subprocess
 import time
 
 import pytest
@@ -17,24 +18,37 @@ def command(store, base, **settings) -> list[str]:
     return [*flags(data=store.folder, output_dir=base, **SETTINGS | settings), "--vary", "learning_rate=0.01,0.02"]
 
 
-def test_a_killed_sweep_continues_after_its_finished_and_failed_runs(store, run, tmp_path, spawn, launch, capsys):
+@pytest.fixture
+def results(launch, monkeypatch) -> list[subprocess.CompletedProcess]:
+    """Results of the runs of sweeps in this process, which are forks."""
+    results = []
+
+    def train(command: list[str], seconds: None) -> int:
+        results.append(launch("train_accelerate.py", *command))
+        return results[-1].returncode
+
+    monkeypatch.setattr(sweep, "train", train)
+    return results
+
+
+def test_a_killed_sweep_continues_after_its_finished_and_failed_runs(store, run, tmp_path, spawn, results, capsys):
     first, second = (tmp_path / "sweep" / f"learning_rate={rate}" for rate in ("0.01", "0.02"))
-    arguments = command(store, tmp_path / "sweep", max_steps=300, save_steps=50, eval_steps=100)
+    arguments = command(store, tmp_path / "sweep", max_steps=200, save_steps=50, eval_steps=100)
     process = spawn("-m", "training.sweep", *arguments)
     wait_until((second / "checkpoints" / "step_00000050").exists)
     compare_runs.main([str(first), str(second), "--output", str(tmp_path / "comparison.png")])
-    rows = r"\| finished \| `0.01` \|.*\| running at step \d+ of 300 \| `0.02`"
+    rows = r"\| finished \| `0.01` \|.*\| running at step \d+ of 200 \| `0.02`"
     assert re.search(rows, capsys.readouterr().out, re.DOTALL)
     process.kill()
     process.wait()
     status = (first / "status.json").read_bytes()
     shutil.copytree(run, tmp_path / "sweep" / "learning_rate=0.03")  # a finished run with other settings
-    result = launch("-m", "training.sweep", *arguments[:-1], "learning_rate=0.03,0.01,0.02")
-    assert (result.returncode, (tmp_path / "sweep" / "comparison.png").is_file()) == (1, True), result.stderr
-    assert re.search("contains another run .*error: 1 of 3 runs failed: .*=0.03", result.stderr, re.DOTALL)
+    assert_user_error("1 of 3 runs failed: .*=0.03", sweep.main, [*arguments[:-1], "learning_rate=0.03,0.01,0.02"])
+    assert "contains another run" in results[0].stderr
+    assert (tmp_path / "sweep" / "comparison.png").is_file()
     assert (first / "status.json").read_bytes() == status
     assert [event["event"] for event in lines(second / "events.jsonl")].count("resumed") == 1
-    assert result.stdout.count("| finished |") == 3
+    assert capsys.readouterr().out.count("| finished |") == 3
 
 
 def test_a_signal_ends_the_sweep_after_its_run_is_saved_and_each_sweep_has_its_own_backup(store, tmp_path, spawn):
@@ -50,7 +64,7 @@ def test_a_signal_ends_the_sweep_after_its_run_is_saved_and_each_sweep_has_its_o
     assert not (base / "learning_rate=0.02").exists()
 
 
-def test_a_time_limit_ends_the_sweep(store, tmp_path, capsys):
+def test_a_time_limit_ends_the_sweep(store, tmp_path, results, capsys):
     sweep.main(command(store, tmp_path, max_steps=100_000, max_hours=1e-4))
     assert "learning_rate=0.01 was stopped, so the sweep ends here; the same command" in capsys.readouterr().out
     assert not (tmp_path / "learning_rate=0.02").exists()
