@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from conftest import REPOSITORY, TINY, TWO_PROCESSES, flags, is_running, status, wait_until
-from training.guard.stopping import EXIT_CODES, TICK, Stopper, StoppingArguments
+from training.guard.stopping import TICK, Stopper, StoppingArguments
 
 # A run without training: 0.1 s and, if there are several processes, a collective per step. Its terminal may close: it
 # logs to a file.
@@ -214,38 +214,28 @@ def test_the_slurm_script_saves_before_the_time_limit_and_requeues_the_job(tmp_p
     assert (tmp_path / "started").read_text().endswith("--num_processes 4 train_accelerate.py --data my text\n")
 
 
-def test_signals_that_a_shell_ignores_stay_ignored(monkeypatch):
-    original = [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)]
+def test_ctrl_c_that_a_shell_ignores_stays_ignored_and_other_handlers_are_restored():
+    original, of_sigterm = signal.signal(signal.SIGINT, signal.SIG_IGN), signal.getsignal(signal.SIGTERM)
     try:
         with Stopper(StoppingArguments()):
-            assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)] == [signal.SIG_IGN] * 2
-            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+            assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) != of_sigterm
+        assert signal.getsignal(signal.SIGTERM) == of_sigterm
     finally:
-        for number, handler in zip((signal.SIGINT, signal.SIGHUP), original, strict=True):
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, original)
 
 
-def test_a_request_is_agreed_on_and_handlers_are_restored():
-    original = signal.getsignal(signal.SIGINT)
-    with Stopper(StoppingArguments()) as stopper:
-        assert stopper.agreed() is None
-        stopper.request("SIGINT")
-        assert EXIT_CODES[stopper.agreed()] == 130
-    assert signal.getsignal(signal.SIGINT) is original  # restored
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_compiling_ends_the_run_at_once(spawn, store, tmp_path, number):
-    """The signal also ends the compiler, as in a terminal. Nothing is left running."""
+def test_ctrl_c_while_compiling_ends_the_run_at_once(spawn, store, tmp_path):
+    """It also ends the compiler, as in a terminal. Nothing is left running."""
     settings = TINY | {"torch_compile": "true", "data": store.folder, "output_dir": tmp_path / "run"}
     one = spawn("train_accelerate.py", *flags(**settings), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))
     process = psutil.Process(one.pid)
     wait_until((tmp_path / "run" / "samples.md").is_file)  # the run has begun
     wait_until(lambda: any("cc1plus" in child.name() for child in process.children(recursive=True)))
     children = process.children(recursive=True)
-    os.killpg(one.pid, number)
+    os.killpg(one.pid, signal.SIGINT)
     output = one.communicate(timeout=60)[1]
-    assert one.returncode == 128 + number
-    assert re.fullmatch(rf"Stopped \({number.name}\)\. .* the same command starts again\.\n", output)
+    assert one.returncode == 130
+    assert re.fullmatch(r"Stopped \(SIGINT\)\. .* the same command starts again\.\n", output)
     assert status(tmp_path / "run")["state"] == "stopped"
     wait_until(lambda: not any(is_running(child.pid) for child in children), seconds=10)
