@@ -45,10 +45,10 @@ def refuse(folder: Path, sentence: str, function: Callable, *arguments, **settin
 @pytest.mark.parametrize(
     "names", [THEIRS, THEIRS[:1], (".git/config",), THEIRS[-2:], ("checkpoints/step_00000003/manifest.json",)]
 )
-@pytest.mark.parametrize("flag", ["--overwrite_output_dir", "--save_total_limit=1"])
-def test_a_folder_that_is_not_a_run_is_refused_and_unchanged(train, tmp_path, names, flag):
+def test_a_folder_that_is_not_a_run_is_refused_and_unchanged(train, tmp_path, names):
     write(tmp_path, "file", *(f"p/{name}" for name in names))
-    refuse(tmp_path, "p exists and is not a run folder; use another --output_dir", train, tmp_path / "p", flag)
+    sentence = "p exists and is not a run folder; use another --output_dir"
+    refuse(tmp_path, sentence, train, tmp_path / "p", "--overwrite_output_dir")
     refuse(tmp_path, "p is neither a run folder nor a", train, None, resume_from_checkpoint=tmp_path / "p")
     sentence = "p exists and is not a backup of a run; choose another --backup_dir"
     refuse(tmp_path, sentence, train, tmp_path / "runs" / "p", backup_dir=tmp_path)
