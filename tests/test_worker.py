@@ -283,8 +283,6 @@ def test_concurrent_shards_and_a_merge_build_the_same_store_even_after_a_kill(st
     with shard(0) as killed:
         wait_until(lambda: list(tmp_path.glob(".store.unfinished/parts/*.json")) or killed.poll() is not None)
         killed.kill()
-    with start(tmp_path, "--merge") as process:
-        assert "units of store are not done; run the missing shards, or run the command without" in failed(process)
     shards = [shard(i) for i in range(3)]
     said = [process.communicate(timeout=600) for process in shards]
     assert [wrong for _, wrong in said] == [""] * 3
