@@ -234,11 +234,15 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def leave_out_plots(setattr: Callable = setattr) -> None:
+    """Write empty files as plots, which take two thirds of so short a run; the runs of the fixtures above have them."""
+    for name in ("plot_loss", "plot_course"):
+        setattr(report, name, lambda *facts: facts[-1].touch() or True)
+
+
 @pytest.fixture
 def train(store, monkeypatch):
-    """Train without plots, which take two thirds of so short a run; the runs of the fixtures above have them."""
-    for name in ("plot_loss", "plot_course"):
-        monkeypatch.setattr(report, name, lambda *facts: facts[-1].touch() or True)
+    leave_out_plots(monkeypatch.setattr)
     return partial(trained, store)
 
 

@@ -6,6 +6,7 @@ this project itself. Run as a program, this file is the server of the forks, on 
 
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -133,5 +134,6 @@ def run(command: list[str]) -> None:
 if __name__ == "__main__":
     for library in LIBRARIES.split():
         importlib.import_module(library)
+    sys.modules["matplotlib.figure"].Figure().subplots().figure.savefig(io.BytesIO())  # finds the fonts
     gc.freeze()  # the collector does not touch these objects in the forks, which would copy their pages
     run(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import train_accelerate
 from common.errors import UserError
-from conftest import reset_accelerate
+from conftest import leave_out_plots, reset_accelerate
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.budget.throughput import measure_speed
 from training.checkpoints.checkpoint import TrainState
@@ -211,6 +211,7 @@ if __name__ == "__main__":
         assert accelerator.num_processes == 2
         check(accelerator)
         accelerator.print(f"passed: {check.__name__}", flush=True)
+    leave_out_plots()
     run_guard.stop_accelerator = lambda accelerator: accelerator.wait_for_everyone()  # the group stays in use
     for run in json.loads(Path(sys.argv[1]).read_text()):
         reset_accelerate()

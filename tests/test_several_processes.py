@@ -19,6 +19,7 @@ from conftest import (
     assert_equal,
     assert_user_error,
     flags,
+    leave_out_plots,
     metrics,
     trained,
     weights,
@@ -43,6 +44,12 @@ def run(store, folder: Path, environment: dict[str, str], resume_from: Path | No
     if resume_from is not None:
         settings["resume_from_checkpoint"] = resume_from / "checkpoints" / "step_00000003"
     return {"environment": environment, "arguments": flags(**settings)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_plots():
+    with pytest.MonkeyPatch.context() as patch:
+        yield leave_out_plots(patch.setattr)
 
 
 @pytest.fixture(scope="module")
