@@ -101,12 +101,6 @@ def run_isolated(launch, folder, script, *arguments):
     return done
 
 
-def load_isolated(launch, folder, sources):
-    pairs = [(str(source), str(to or "")) for source, to in sources]
-    done = run_isolated(launch, folder, LOAD_EACH, json.dumps(pairs))
-    return [SimpleNamespace(**json.loads(line), stderr=done.stderr) for line in done.stdout.splitlines()]
-
-
 def put_in_hub_cache(model_folder, cache):
     """Write the files as `huggingface_hub` stores a downloaded repository."""
     repository = cache / f"models--{HUB_ID.replace('/', '--')}"
@@ -117,23 +111,24 @@ def put_in_hub_cache(model_folder, cache):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory, launch):
-    """Return all folders of these tests and the results of loading them in two processes, one after the other."""
+    """Return all folders of these tests and the results of loading them, one after the other."""
     folder = tmp_path_factory.mktemp("published")
     models = {"untied": tiny_model("gpt2"), "tied": tiny_model("gpt2", tie_word_embeddings=True)}
     models["modern"] = tiny_model("modern")
     for name, model in models.items():
         model.save_pretrained(folder / name)
     put_in_hub_cache(folder / "untied", folder / "hf" / "hub")
-    first = {"untied": folder / "resaved", "tied": None, "modern": None, HUB_ID: folder / "resaved_from_hub"}
-    sources = [(HUB_ID if name == HUB_ID else folder / name, to) for name, to in first.items()]
-    seen = load_isolated(launch, folder, sources)
     shutil.copytree(folder / "untied", folder / "another name-v1.0")
-    second = ["resaved", "resaved_from_hub", "another name-v1.0"]
-    seen += load_isolated(launch, folder, [(folder / name, None) for name in second])
-    return SimpleNamespace(folder=folder, models=models, seen=dict(zip([*first, *second], seen, strict=True)))
+    pairs = [(str(folder / name), to and str(folder / to)) for name, to in SOURCES.items()]
+    pairs[3] = (HUB_ID, pairs[3][1])
+    done = run_isolated(launch, folder, LOAD_EACH, json.dumps(pairs))
+    seen = [SimpleNamespace(**json.loads(line), stderr=done.stderr) for line in done.stdout.splitlines()]
+    return SimpleNamespace(folder=folder, models=models, seen=dict(zip(SOURCES, seen, strict=True)))
 
 
-SOURCES = ["untied", "tied", "modern", HUB_ID, "resaved", "resaved_from_hub", "another name-v1.0"]
+# Sources, and the folders in which the process saves what it loaded.
+SOURCES = {"untied": "resaved", "tied": "", "modern": "", HUB_ID: "resaved_from_hub"}
+SOURCES |= dict.fromkeys(("resaved", "resaved_from_hub", "another name-v1.0"), "")
 
 
 @pytest.mark.parametrize("folder", ["untied", "resaved", "resaved_from_hub"])

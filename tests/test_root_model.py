@@ -27,16 +27,17 @@ USE = f"""
 import sys
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline
 
-source, options = sys.argv[1], {{"trust_remote_code": True}}
-model = AutoModelForCausalLM.from_pretrained(source, dtype="float32", **options)
-tokenizer = AutoTokenizer.from_pretrained(source, **options)
-ids = tokenizer({root_model.FIXED_TEXT!r}, return_tensors="pt").input_ids
-assert abs(model(ids, labels=ids).loss.item() - {RECORD["fixed_loss"]!r}) < 1e-4
-assert type(model).__module__.startswith("transformers_modules."), type(model)
-assert AutoConfig.from_pretrained(source, **options).n_layer == 4
-assert AutoModel.from_pretrained(source, **options).config.n_embd == 256
-text = pipeline("text-generation", source, **options)("def ", max_new_tokens=5)[0]["generated_text"]
-assert text.startswith("def ") and "modeling_gpt2scratch" not in sys.modules
+options = {{"trust_remote_code": True}}
+for source in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="float32", **options)
+    tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    ids = tokenizer({root_model.FIXED_TEXT!r}, return_tensors="pt").input_ids
+    assert abs(model(ids, labels=ids).loss.item() - {RECORD["fixed_loss"]!r}) < 1e-4
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    assert AutoConfig.from_pretrained(source, **options).n_layer == 4
+    assert AutoModel.from_pretrained(source, **options).config.n_embd == 256
+    text = pipeline("text-generation", source, **options)("def ", max_new_tokens=5)[0]["generated_text"]
+    assert text.startswith("def ") and "modeling_gpt2scratch" not in sys.modules
 """
 
 
@@ -53,26 +54,15 @@ def copy(tmp_path):
     return folder
 
 
-def use(source, folder, **environment) -> None:
-    """Load a model in a fresh process, whose Python does not find this repository, in another folder."""
-    options = {"cwd": folder, "env": clean_environment() | {"HF_HOME": str(folder / "home")} | environment}
-    done = subprocess.run([sys.executable, "-c", USE, source], capture_output=True, text=True, check=False, **options)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_root_loads_in_a_foreign_folder_with_its_own_code(tmp_path):
-    use(str(REPOSITORY), tmp_path)
-
-
-def test_the_root_is_uploaded_to_the_hub_and_loaded_from_there(copy, tmp_path):
+def test_the_root_is_uploaded_to_the_hub_and_loads_from_there_and_from_its_folder(copy, tmp_path):
+    """It is loaded in a fresh process, whose Python does not find this repository, in another folder."""
     with serving() as (server, address):
-        environment = online(address, tmp_path / "other_home")
-        command = [f"{sys.prefix}/bin/hf", "upload", "me/gpt2scratch", "."]
-        upload = subprocess.run(
-            command, cwd=copy, env=clean_environment() | environment, capture_output=True, text=True, check=False
-        )
-        assert upload.returncode == 0, upload.stderr
-        use("me/gpt2scratch", tmp_path, **environment)
+        options = {"env": clean_environment() | online(address, tmp_path / "home"), "capture_output": True}
+        upload = [f"{sys.prefix}/bin/hf", "upload", "me/gpt2scratch", "."]
+        use = [sys.executable, "-c", USE, "me/gpt2scratch", str(REPOSITORY)]
+        for command, folder in ((upload, copy), (use, tmp_path)):
+            done = subprocess.run(command, cwd=folder, text=True, check=False, **options)
+            assert done.returncode == 0, done.stderr
         repository = server["me/gpt2scratch"]
         files = repository.commits[repository.branches["main"]]
     card = ModelCard(files["README.md"].content.decode())
