@@ -86,21 +86,26 @@ def push(folder, *options) -> None:
     push_to_hub.main([str(folder), "--repo_id", "me/tiny", *options])
 
 
-def test_a_repository_for_browsers_replaces_one_with_code_and_both_can_be_in_one(
-    hub, modern, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(push_to_hub, "verify", lambda location, reference: None)  # of the other formats
-    export, files = onnx_file._export, {}
+@pytest.fixture(scope="module")
+def one_export(tmp_path_factory):
+    """Each model is exported once, in ten seconds; its files are copied afterwards. Models differ in their sizes."""
+    export, folder = onnx_file._export, tmp_path_factory.mktemp("exports")
 
     def export_once(model, paths):
-        if not files:
-            folder = {kind: tmp_path / f"{kind}.onnx" for kind in onnx_file.FILES}
-            export(model, folder)
-            files.update(folder)
+        files = {kind: folder / f"{model.num_parameters()}-{kind}.onnx" for kind in onnx_file.FILES}
+        if not files["fp32"].exists():
+            export(model, files)
         for kind, path in paths.items():
             shutil.copy(files[kind], path)
 
-    monkeypatch.setattr(onnx_file, "_export", export_once)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnx_file, "_export", export_once)
+        yield
+
+
+@pytest.mark.usefixtures("one_export")
+def test_a_repository_for_browsers_replaces_one_with_code_and_both_can_be_in_one(hub, modern, capsys, monkeypatch):
+    monkeypatch.setattr(push_to_hub, "verify", lambda location, reference: None)  # of the other formats
     push(modern, "--format", "both", "onnx", "--onnx", "q8")
     remote = partial(HfApi().list_repo_files, "me/tiny")
     assert {"modeling_gpt2scratch.py", "native/config.json", "onnx/model_quantized.onnx"} < set(remote())

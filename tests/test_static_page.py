@@ -26,8 +26,11 @@ from publishing.demo_models import DemoModel, score
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is an extra")
 
+from test_onnx import one_export  # noqa: F401
+
 from publishing import onnx_file, static_page
 
+pytestmark = pytest.mark.usefixtures("one_export")
 needs_package = pytest.mark.skipif(not static_page.PACKAGE.is_file(), reason="onnxruntime-web was not downloaded")
 
 
@@ -48,7 +51,7 @@ def letters(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def page_folder(run, chats, letters, tmp_path_factory):
+def page_folder(one_export, run, chats, letters, tmp_path_factory):  # noqa: F811
     folder = tmp_path_factory.mktemp("page") / "page"
     demo.main([*map(str, (run, chats, letters)), "--static", str(folder)])
     return folder
