@@ -53,19 +53,13 @@ def test_a_machine_is_lost_and_the_same_cells_go_on(store, tmp_path, monkeypatch
     for name, value in (("HF_HUB_OFFLINE", "1"), ("OMP_NUM_THREADS", "1"), ("HF_HOME", str(tmp_path / "home"))):
         monkeypatch.setenv(name, value)
     run, drive = tmp_path / "machine" / "tiny", tmp_path / "drive"
-    parameters = {
-        "DATA": str(store.folder),
-        "RUN": str(run),
-        "DRIVE": str(drive),
-        "PROMPT": 'the "$x',
-        "LOOK_HOURS": 1e-6,
-    }
+    parameters = {"DATA": str(store.folder), "RUN": str(run), "DRIVE": str(drive), "PROMPT": 'the "$x'}
     parameters["FLAGS"] = " ".join(flags(**TINY, vocab_size=300))
     (run.parent / "compiled").mkdir(parents=True)
     (run.parent / "compiled" / "kernel").touch()  # as if the run had compiled something
-    said = execute("Train", **parameters)
+    said = execute("Measure the speed", **parameters)
     assert "Device:  CPU" in said["Measure the speed"]
-    assert "step_00000006 is in" in said["Measure the speed"] + said["Train"]
+    assert "step_00000006 is in" in said["Measure the speed"]
 
     shutil.rmtree(run.parent)
     shutil.rmtree(drive / "tiny" / "checkpoints" / "step_00000006")  # the machine went before it was copied
