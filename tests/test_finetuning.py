@@ -1,11 +1,13 @@
 """Tests of the recipes of examples/ with small real runs. Their output is a folder like that of any model."""
 
+import io
 import json
 import re
 import shutil
 import signal
 import sys
 from collections import Counter
+from contextlib import redirect_stdout
 
 import pytest
 
@@ -16,7 +18,7 @@ import torch
 from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import push_to_hub
 from common.errors import UserError
@@ -37,21 +39,6 @@ BIGGER = {"n_embd": 64, "n_positions": 48, "tokens_per_step": 192, "tie_word_emb
 QUICK = {"eval_steps": 150, "save_steps": 150, "logging_steps": 60, "sample_tokens": 0, "warmup_steps": 5}
 ORIGINAL = "original, bits per byte"
 SMALL_STEPS = ["--per_device_train_batch_size", "4"]
-
-# Code of a user who has only the model, run in an empty folder. Prints JSON as its last line.
-USER_CODE = """
-import json, sys
-from transformers import AutoModelForCausalLM, pipeline
-
-_, loading = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True, output_loading_info=True)
-chat = pipeline("text-generation", model=sys.argv[1], trust_remote_code=True)
-answers, ends = {}, []
-for question in json.loads(sys.argv[2]):
-    asked = [{"role": "user", "content": f"7 {question}"}]
-    answers[question] = chat(asked, do_sample=False)[0]["generated_text"][-1]["content"]
-    ends.append(chat(asked, do_sample=False, return_tensors=True)[0]["generated_token_ids"][-1])
-print(json.dumps({"wrong": [*loading["missing_keys"], *loading["unexpected_keys"]], "answers": answers, "ends": ends}))
-"""
 
 
 def chats_file(path, each=30):
@@ -86,11 +73,16 @@ def table(output: str) -> dict[str, tuple[float, float]]:
     return {name: (float(before), float(after)) for name, before, after in rows}
 
 
-def answers_to_a_user(launch, model, folder) -> dict:
-    own = {"PYTHONPATH": "", "HF_MODULES_CACHE": str(folder / "modules")}
-    result = launch("-c", USER_CODE, model, json.dumps(list(ANSWERS)), folder=folder, **own)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+def answers_to_a_user(folder) -> tuple[dict[str, str], list[int]]:
+    """Return the answers of a pipeline of Transformers, and the last token of each."""
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not {*loading["missing_keys"], *loading["unexpected_keys"]}
+    chat, answers, ends = pipeline("text-generation", model, tokenizer=str(folder)), {}, []
+    for question in ANSWERS:
+        asked = [{"role": "user", "content": f"7 {question}"}]
+        answers[question] = chat(asked, do_sample=False)[0]["generated_text"][-1]["content"]
+        ends.append(chat(asked, do_sample=False, return_tensors=True)[0]["generated_token_ids"][-1])
+    return answers, ends
 
 
 @pytest.fixture(scope="module")
@@ -99,14 +91,13 @@ def run(tmp_path_factory, store):
 
 
 @pytest.fixture(scope="module")
-def tuned(run, launch, tmp_path_factory):
+def tuned(run, tmp_path_factory):
     """The folder of a fine-tuned model, and the output of its fine-tuning."""
     folder = tmp_path_factory.mktemp("tuned")
     data = chats_file(folder / "chats.jsonl", each=150)
-    flags = ("--data", data, "--output_dir", folder / "model", "--num_train_epochs", "6")
-    result = launch("-m", "examples.finetune_chat", run, *flags)
-    assert result.returncode == 0, result.stderr
-    return folder / "model", result.stdout
+    with redirect_stdout(io.StringIO()) as output:
+        tune(finetune_chat, run, data, folder / "model", "--num_train_epochs", "6")
+    return folder / "model", output.getvalue()
 
 
 def test_chats_are_learned_and_forgetting_and_settings_are_reported(tuned):
@@ -171,11 +162,10 @@ def test_the_published_card_describes_the_published_model(tuned, tmp_path, launc
         push_to_hub.main([str(model), "--repo_id", "me/talks", "--dry_run"])
 
 
-def test_a_tuned_model_answers_and_stops_at_the_end_of_the_turn(tuned, tmp_path, launch):
-    seen = answers_to_a_user(launch, tuned[0], tmp_path)
-    assert seen["wrong"] == []
-    assert seen["ends"] == [0, 0, 0]  # <|endoftext|>, before the context is full
-    assert all(0 < len(answer) < 40 and "<|" not in answer for answer in seen["answers"].values())
+def test_a_tuned_model_answers_and_stops_at_the_end_of_the_turn(tuned):
+    answers, ends = answers_to_a_user(tuned[0])
+    assert ends == [0, 0, 0]  # <|endoftext|>, before the context is full
+    assert all(0 < len(answer) < 40 and "<|" not in answer for answer in answers.values())
 
 
 def test_gguf_file_and_native_twin_have_the_template(tuned, tmp_path):
@@ -293,7 +283,7 @@ def test_the_adapter_on_its_base_model_equals_the_merged_model(run, tuned):
     assert targets == {"attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"}
 
 
-def test_a_model_with_chat_tokens_keeps_its_template_and_stop_token(tmp_path, capsys, launch):
+def test_a_model_with_chat_tokens_keeps_its_template_and_stop_token(tmp_path, capsys):
     for number in range(4):
         messages = [{"role": "user", "content": prose(number, 200)}, {"role": "assistant", "content": prose(9, 200)}]
         with (tmp_path / "old.jsonl").open("a") as file:
@@ -313,7 +303,7 @@ def test_a_model_with_chat_tokens_keeps_its_template_and_stop_token(tmp_path, ca
     assert measured["loss"][1] < 0.1
     assert measured["exact match"] == (0, 1)
     end = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("<|im_end|>")
-    assert answers_to_a_user(launch, model, tmp_path) == {"wrong": [], "answers": ANSWERS, "ends": [end] * 3}
+    assert answers_to_a_user(model) == (ANSWERS, [end] * 3)
 
 
 @pytest.mark.parametrize(("rank", "family"), [(0, {}), (16, MODERN_RUN)], ids=["all", "modern_lora"])
@@ -333,27 +323,25 @@ def test_text_is_learned(run, store, tmp_path, capsys, rank, family):
 
 def test_a_recipe_killed_while_it_writes_starts_over(run, tmp_path, spawn):
     (data := tmp_path / "new.txt").write_text("They are not at it.\n" * 300)
-    for is_killed in (True, False):
-        process = spawn("-m", "examples.finetune_text", run, "--data", data, "--output_dir", tmp_path / "out")
-        if is_killed:
-            wait_until((tmp_path / ".out.unfinished" / "config.json").exists)
-            process.kill()
-        assert process.wait() == (-signal.SIGKILL if is_killed else 0)
-        assert (tmp_path / "out" / "config.json").exists() == (not is_killed)
+    process = spawn("-m", "examples.finetune_text", run, "--data", data, "--output_dir", tmp_path / "out")
+    wait_until((tmp_path / ".out.unfinished" / "config.json").exists)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert not (tmp_path / "out" / "config.json").exists()
+    tune(finetune_text, run, data, tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").exists()
     assert not (tmp_path / ".out.unfinished").exists()
 
 
-def test_two_processes_train_like_one_with_twice_the_batch_here_without_replay(run, tmp_path, launch):
+def test_two_processes_train_like_one_with_twice_the_batch_here_without_replay(run, tmp_path, launch, capsys):
     model = shutil.copytree(run / "model", tmp_path / "model")  # without its run
     (tmp_path / "new.txt").write_text("They are not at it.\n" * 300)
-    measured = []
-    for command, size in (((*TWO_PROCESSES, "-m"), "2"), (("-m",), "4")):
-        flags = ("--per_device_train_batch_size", size, "--lora_rank", "0", "--output_dir", tmp_path / size)
-        done = launch(*command, "examples.finetune_text", model, "--data", tmp_path / "*.txt", *flags)
-        assert done.stdout.count("no example is replayed original text") == 1, done.stderr
-        assert done.stdout.count("For another model, name a token store with --original_data.") == 1
-        measured.append(table(done.stdout))
-    assert measured[0] == {"loss": pytest.approx(measured[1]["loss"], abs=2e-4)}
+    flags = ("--data", tmp_path / "*.txt", "--output_dir", tmp_path / "two", "--per_device_train_batch_size", "2")
+    pair = launch(*TWO_PROCESSES, "-m", "examples.finetune_text", model, *flags, "--lora_rank", "0")
+    assert pair.stdout.count("no example is replayed original text") == 1, pair.stderr
+    assert pair.stdout.count("For another model, name a token store with --original_data.") == 1
+    tune(finetune_text, model, tmp_path / "*.txt", tmp_path / "one", "--lora_rank", "0", *SMALL_STEPS)
+    assert table(pair.stdout) == {"loss": pytest.approx(table(capsys.readouterr().out)["loss"], abs=2e-4)}
 
 
 def test_chats_longer_than_the_context_are_cut_or_refused(run, tmp_path, capsys):
