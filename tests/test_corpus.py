@@ -115,8 +115,11 @@ def test_missing_input_is_refused_by_name(tmp_path, monkeypatch):
     for entry in ("nothing.txt", "no*.txt", "a b/c.txt", "~/nothing here", "one/two/three.txt", "books/b.txt"):
         assert refusal(entry).startswith(f"{entry} matches no local file or folder and is neither a Hub dataset nor")
     assert refusal("boks/a.txt").startswith("boks/a.txt is not a local path, and the Hub cannot be reached (HF_HUB")
-    sentence = "revision is v1, but no input is a Hub dataset; leave it out."
-    assert_user_error(sentence, corpus, "books/a.txt", revision="v1")
+    sentence = "revision is v1, but no input is a Hub dataset without its own; leave it out."
+    for entry in ("books/a.txt", "user/a@v2", "shakespeare"):
+        assert_user_error(sentence, corpus, entry, revision="v1")
+    revisions = [hub.revision for hub in corpus("user/a@v2", "user/b", revision="v1").hub]
+    assert revisions == ["v2", "v1"]
     sentence = "has no files except hidden files, token stores, runs and links (only a glob follows links);"
     assert refusal("empty").startswith(f"empty {sentence} ")
 

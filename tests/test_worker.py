@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -264,12 +265,15 @@ def test_file_changed_while_it_is_read_is_named(begun, monkeypatch, change):
     assert not Path("store").exists()
 
 
-def test_files_added_to_the_output_during_the_work_are_kept(planned, tmp_path):
+def test_files_added_to_the_output_during_the_work_are_kept(planned, tmp_path, monkeypatch):
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "notes.txt").write_text("mine")
-    sentence = "store exists and is not an empty folder; choose another --output"
+    sentence = "store exists and is not an empty folder, or a mount; choose another --output"
     assert_user_error(sentence, planned.finish, is_merge=False)
     shutil.rmtree(tmp_path / "store")
+    with monkeypatch.context() as patch:  # its folder could not be replaced
+        patch.setattr(Path, "is_mount", lambda path: True)
+        assert_user_error(sentence, planned.finish, is_merge=False)
     planned.finish(is_merge=False)
     assert TokenStore.is_store(tmp_path / "store")
 
@@ -305,27 +309,16 @@ def test_merge_requires_all_shards_and_the_plain_command_completes_units_in_any_
     assert contents(tmp_path / "store") == expected
 
 
-PIPELINE = f"""
-import sys
-from datatrove.executor import LocalPipelineExecutor
-from tokenizer import pretokenize
-from tokenizer.corpus import units
-
-def step(data, rank, world_size, *flags):
-    units.UNIT_BYTES = {UNIT_BYTES}
-    flags = flags or ["--shard", f"{{rank}}/{{world_size}}"]
-    pretokenize.main(["--input", sys.argv[1], *{FLAGS}, *flags])
-
-if __name__ == "__main__":
-    shards = LocalPipelineExecutor([step], tasks=2, workers=2, logging_dir="logs/shards")
-    merge = [lambda data, rank, world_size: step(data, rank, world_size, "--merge")]
-    LocalPipelineExecutor(merge, logging_dir="logs/merge", depends=shards).run()
-"""
-
-
-def test_datatrove_executors_build_the_same_store(texts, expected, tmp_path, launch):
+def test_the_documented_steps_of_datatrove_build_the_same_store(texts, expected, tmp_path, launch):
+    """datatrove pickles them with dill, and a task loads them in a process without their program."""
     pytest.importorskip("datatrove")
-    (tmp_path / "pipeline.py").write_text(PIPELINE)
-    done = launch("pipeline.py", texts, folder=tmp_path, PYTHONPATH=str(REPOSITORY))
-    assert done.returncode == 0, done.stderr
+    page = (REPOSITORY / "docs" / "large_corpora.md").read_text(encoding="utf-8")
+    steps = re.search(r"```python\n(.*?)\nslurm = ", page, re.DOTALL)[1]
+    steps = re.sub("flags = .*", f"flags = {['--input', str(texts), *FLAGS]}", steps)
+    (tmp_path / "steps.py").write_text(f"{steps}\nimport dill\ndill.dump([shard, merge], open('steps', 'wb'))")
+    task = "import dill\nfrom tokenizer.corpus import units\nshard, merge = dill.load(open('steps', 'rb'))\n"
+    task += f"units.UNIT_BYTES = {UNIT_BYTES}\nshard(None, 0, 2), shard(None, 1, 2), merge(None, 0, 1)"
+    for command in (("steps.py",), ("-c", task)):
+        done = launch(*command, folder=tmp_path, PYTHONPATH=str(REPOSITORY))
+        assert done.returncode == 0, done.stderr
     assert contents(tmp_path / "store") == expected

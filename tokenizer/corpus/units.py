@@ -75,7 +75,7 @@ class CorpusArguments:
         above=0,
         below=1,
     )
-    revision: str | None = setting(None, "Commit, tag or branch of the Hub datasets, instead of the newest commit.")
+    revision: str | None = setting(None, "Commit, tag or branch of Hub datasets without `@`, in place of the newest.")
     max_bytes: str | None = setting(None, "Use only the first so many bytes of text, such as 500MB or 2GB.")
     max_documents: int | None = setting(None, "Use only the first so many documents.", minimum=1)
     strict: bool = setting(False, "Refuse unclean text. Otherwise up to 1 percent is fixed or skipped, and counted.")
@@ -135,10 +135,10 @@ class Corpus:
         self.weights = list(weights) or [1.0] * len(inputs)
         self.given = given
         self.hub = [None if entry in given else dataset_of(entry) for entry in inputs]
-        if arguments.revision is not None and not any(self.hub):
-            raise UserError(f"revision is {arguments.revision}, but no input is a Hub dataset; leave it out.")
-        if arguments.revision is not None:
-            self.hub = [hub and replace(hub, revision=arguments.revision) for hub in self.hub]
+        if revision := arguments.revision:
+            if not any(hub and hub.revision is None for hub in self.hub):
+                raise UserError(f"revision is {revision}, but no input is a Hub dataset without its own; leave it out.")
+            self.hub = [hub and replace(hub, revision=hub.revision or revision) for hub in self.hub]
         self.files: list[list[TextFile]] = []
         self.finder, self.has_chats = FileFinder(arguments.exclude), False
         own = os.path.abspath(left_out) if left_out is not None else None
