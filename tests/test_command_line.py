@@ -371,7 +371,6 @@ def test_every_value_of_every_setting_is_accepted_or_refused_in_one_sentence(com
     [
         (UserError("This is wrong.\nSo is that."), None, 1, "error: This is wrong.\nerror: So is that.\n", []),
         (KeyboardInterrupt(), None, 130, "interrupted\n", []),
-        (KeyboardInterrupt("Interrupted at step 3."), None, 130, "Interrupted at step 3.\n", []),
         (FileNotFoundError(2, "Not found", "a.txt"), None, 1, "error: a.txt: Not found.\n", []),
         (UserError("This is wrong."), "1", 1, "", [10.0]),  # otherwise the launcher might end the process that prints
     ],
