@@ -198,6 +198,7 @@ def test_help_names_the_command(launch):
         ("use_amp", "Use --mixed_precision."),
         ("bin_file", "Use --data."),
         ("model_size", "Use --n_layer, --n_embd."),
+        ("device", "A GPU is used where PyTorch finds one; leave it out."),
         ("use_gpu", "A GPU is used where PyTorch finds one; leave it out."),
         ("xy", "See --help for the list."),
     ],

@@ -129,7 +129,7 @@ def test_tilde_is_expanded_and_stores_and_pipes_are_not_text(tmp_path, monkeypat
     write(tmp_path / "a.txt", "text")
     os.mkfifo(tmp_path / "pipe")
     assert documents("~/a.txt") == documents("~/*.txt") == documents("~") == ["text"]
-    assert "is a pipe or a device" in refusal("~/pipe")
+    assert "is a folder, a pipe or a device" in refusal("~/pipe")
     write(tmp_path / "store" / "report.md", "report")
     write(tmp_path / "store-notes.txt", "notes")
     source = Corpus([str(tmp_path)], CorpusArguments(), left_out=tmp_path / "store")

@@ -307,7 +307,7 @@ run(restarting(train_accelerate.main))
 STARVED = """if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
     limit = psutil.Process().memory_info().vms + (920 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))"""
-LARGE = {"tokens_per_step": 262144, "max_steps": 1, "save_steps": 1, "eval_strategy": "no", "sample_tokens": 0}
+LARGE = {"tokens_per_step": 262144, "max_steps": 2, "save_steps": 1, "eval_strategy": "no", "sample_tokens": 0}
 
 
 def test_out_of_memory_halves_the_micro_batch_in_a_fresh_process(launch, store, train, tmp_path):

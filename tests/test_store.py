@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from transformers import AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 from common.atomic import file_sha256
 from conftest import assert_one_sentence, assert_user_error, error_of, flip, prose, tokenized, without_root
@@ -217,15 +217,14 @@ def test_dataset_is_a_view_of_the_memory_map_that_trainer_reads(store, tmp_path)
     view = store.dataset("train", block_size=64)
     assert pa.total_allocated_bytes() == allocated, "the tokens were copied"
     assert len(view) == len(tokens) // 64
-    assert view[3]["input_ids"] == tokens[3 * 64 : 4 * 64].tolist()
+    assert view[3]["input_ids"] == view[3]["labels"] == tokens[3 * 64 : 4 * 64].tolist()
     assert view._fingerprint == store.dataset("train", 64)._fingerprint != store.dataset("train", 32)._fingerprint
     sentence = r"has [\d,]+ tokens in val, and block_size is 1,000,000\."
     assert_user_error(sentence, store.dataset, "val", 1_000_000)
     assert_user_error("block_size is 0", store.dataset, "val", 0)
     config = GPT2ScratchConfig(vocab_size=store.metadata.vocab_size, n_layer=1, n_head=2, n_embd=16, n_positions=64)
     arguments = TrainingArguments(str(tmp_path), max_steps=2, report_to=[], use_cpu=True, save_strategy="no")
-    collator = DataCollatorForLanguageModeling(store.load_tokenizer(), mlm=False)
-    trainer = Trainer(GPT2ScratchForCausalLM(config), arguments, data_collator=collator, train_dataset=view)
+    trainer = Trainer(GPT2ScratchForCausalLM(config), arguments, train_dataset=view)
     assert 0 < trainer.train().training_loss < 10
 
 

@@ -348,7 +348,7 @@ def test_a_tokenizer_adds_no_tokens_that_the_training_text_lacks(tmp_path, made_
 @pytest.mark.parametrize("made_here", [False, True])
 def test_damaged_tokenizer_files_are_refused(bpe, tmp_path, content, made_here):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    assert_user_error(r"has no tokenizer\.json", vocabulary.load, tmp_path)
+    assert_user_error(r"has neither tokenizer\.json nor vocab\.json", vocabulary.load, tmp_path)
     (tmp_path / "config.json").unlink()
     if made_here:
         (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
@@ -357,6 +357,13 @@ def test_damaged_tokenizer_files_are_refused(bpe, tmp_path, content, made_here):
     vocabulary.save(bpe, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": ')
     assert_user_error("No tokenizer can be loaded from", vocabulary.load, tmp_path)
+
+
+def test_gpt2_tokenizers_of_older_versions_are_read(bpe, tmp_path):
+    """From vocab.json and merges.txt."""
+    bpe.backend_tokenizer.model.save(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    assert vocabulary.load(tmp_path).encode(PROSE) == bpe.encode(PROSE)
 
 
 def test_added_tokens_encode_their_text_and_control_tokens_do_not():

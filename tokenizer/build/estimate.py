@@ -118,7 +118,9 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
             times.append(time.perf_counter())
             store = builder.finish(is_merge=False)
         except UserError as error:
-            raise UserError(f"In a sample of {data}: {str(error).replace(recipe.inputs[0], 'it', 1)}") from error
+            named = str(error).startswith(recipe.inputs[0])
+            problem = f"it{str(error).removeprefix(recipe.inputs[0])}" if named else error
+            raise UserError(f"In a sample of {data}: {problem}") from error
         planning_seconds, work_seconds = times[1] - times[0], time.perf_counter() - times[1]
     metadata, counts = store.metadata, store.metadata.counts
     if dataset is None:

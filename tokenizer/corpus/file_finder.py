@@ -37,7 +37,7 @@ class TextFile:
             problem = "is a broken link" if os.path.islink(path) else f"cannot be read: {error.strerror}"
             raise UserError(f"{path} {problem}; fix it or exclude it.") from error
         if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{path} is a pipe or a device, but the text is read twice; save it as a file first.")
+            raise UserError(f"{path} is a folder, a pipe or a device, but it is read twice; name a file.")
         modified = max(0, status.st_mtime_ns)  # negative before 1970
         return TextFile(str(path), status.st_size, modified, is_named, val)
 

@@ -274,8 +274,9 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
         return _from_file(folder)
     if not folder.exists():
         hub.require(str(name), "a tokenizer", "tokenizer.json", "tokenizer_config.json", "vocab.json")
-    if folder.is_dir() and not (folder / "tokenizer.json").is_file():  # AutoTokenizer would return an empty one
-        raise UserError(f"{name} has no tokenizer.json, so there is no fast tokenizer to load.")
+    files = ("tokenizer.json", "vocab.json")  # without both, AutoTokenizer would return an empty one
+    if folder.is_dir() and not any((folder / file).is_file() for file in files):
+        raise UserError(f"{name} has neither tokenizer.json nor vocab.json, so there is no tokenizer to load.")
     from transformers import AutoTokenizer
 
     try:

@@ -141,9 +141,9 @@ class TokenStore:
         return np.fromfile(self.folder / tokens_file(split), np.dtype(self.metadata.dtype).newbyteorder("<"))
 
     def dataset(self, split: str, block_size: int) -> "Dataset":
-        """Return a split as a `datasets.Dataset` of `input_ids`, (tokens // block_size rows, block_size), for
-        `Trainer`, TRL and other programs. Its Arrow table is the memory map, which is not copied. The last tokens that
-        do not fill a block are left out. Raise a `UserError` if the split is shorter than a block."""
+        """Return a split as a `datasets.Dataset` of `input_ids` and equal `labels`, (tokens // block_size rows,
+        block_size), for `Trainer`, TRL and other programs. Its Arrow table is the memory map, which is not copied. The
+        last tokens that do not fill a block are left out. Raise a `UserError` if the split is shorter than a block."""
         import datasets
         import pyarrow as pa
 
@@ -154,8 +154,9 @@ class TokenStore:
         values = pa.Array.from_buffers(
             pa.from_numpy_dtype(tokens.dtype.newbyteorder("=")), rows * block_size, [None, pa.py_buffer(tokens)]
         )
-        table = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(values, block_size)})
-        name = f"{getattr(self.metadata, split).sha256}-{block_size}"  # without it, all tokens would be hashed
+        blocks = pa.FixedSizeListArray.from_arrays(values, block_size)
+        table = pa.table({"input_ids": blocks, "labels": blocks})
+        name = f"{getattr(self.metadata, split).sha256}-{block_size}-labels"  # otherwise, all tokens would be hashed
         fingerprint = hashlib.sha256(name.encode()).hexdigest()[:16]
         return datasets.Dataset(table, split=HUB_SPLITS[split], fingerprint=fingerprint)
 
