@@ -333,4 +333,4 @@ def test_model_is_scored_only_on_a_store_with_its_own_tokenizer(corpus, store, t
     model.save_pretrained(folder)
     assert_user_error("has a loss of nan; its weights or its config.json are damaged.", evaluate.main, arguments)
     (folder / "tokenizer.json").unlink()
-    assert_user_error("has no tokenizer.json", evaluate.main, arguments)
+    assert_user_error("has neither tokenizer.json nor vocab.json", evaluate.main, arguments)
