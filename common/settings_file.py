@@ -38,9 +38,9 @@ class ValueLoader(TextLoader):
         text = super().construct_scalar(node)
         if text is None or node.style is not None:
             return text
-        if re.fullmatch(r"[-+]?\d{1,4000}", text, re.ASCII):
+        if re.fullmatch(r"[-+]?(0|[1-9]\d{0,3999})", text, re.ASCII):
             return int(text)
-        if re.fullmatch(r"[-+]?\d+\.\d*(e[-+]?\d+)?", text, re.ASCII | re.IGNORECASE):
+        if re.fullmatch(r"[-+]?\d+\.\d*(e[-+]\d+)?", text, re.ASCII | re.IGNORECASE):
             return float(text)
         return {"true": True, "false": False}.get(text, text)
 

@@ -21,7 +21,7 @@ from training.budget import scaling
 from training.budget.earlier import EarlierRun
 from training.budget.pacer import FINAL, Pacer
 from training.budget.sizing import Sizing, resolve, with_vocabulary
-from training.config import TrainConfig, dump_config, read_config
+from training.config import LENGTHS, TrainConfig, dump_config, read_config
 from training.preflight import check
 from training.runtime import restart
 from training.runtime.device import Setup
@@ -247,6 +247,12 @@ def test_the_text_limits_a_resumed_run_of_one_layer_as_before(store, monkeypatch
     assert ": sufficient, " in sizing.verdict
     longest = resolved(store, [*arguments, "--plan"], 2e6)[1].verdict  # the text does not limit it
     assert ": sufficient, 0% margin" in longest
+    with monkeypatch.context() as slow:  # where the text does not limit the run
+        slow.setattr("training.budget.sizing.GUESSES", {"cpu": 3e6})
+        started = resolved(store, arguments, 20_000, vocab_size=2048)[0]
+    assert (started.length.max_train_tokens, config.length.max_train_tokens) == (None, 80_000)
+    same_model = config.with_settings({name: started.values[name] for name in started.values if name not in LENGTHS})
+    assert same_model.settings.differences(yaml.safe_load(dump_config(started))) == []
     chosen = config.flat()
     names = ("n_layer", "n_embd", "n_head", "induction_init", "max_train_tokens", "tokens_per_step")
     resumed = [*arguments, *flags(**{name: chosen[name] for name in names if chosen[name] is not None})]

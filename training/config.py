@@ -163,7 +163,7 @@ class TrainConfig:
         defaults = {name: value for kind in PARTS for name, value in asdict(kind()).items()}
         effects = {part.name: part.metadata.get("resume") for kind in PARTS for part in fields(kind)}
         if self.budget.budget is not None and not self.is_resolved:  # the length is an estimate
-            effects["max_steps"] = "free"
+            effects |= dict.fromkeys({"max_steps"} | {"max_train_tokens"} - self.given, "free")
         effects |= dict.fromkeys(DERIVED_SETTINGS, "derived")
         if "initializer_range" not in self.given:  # chosen for new weights; older runs may have another rule's
             effects["initializer_range"] = "free"

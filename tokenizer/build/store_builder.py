@@ -96,7 +96,7 @@ def pretokenize(
 def check_writable(folder: Path) -> None:
     """Raise a `UserError` if something else than a store is at the folder. Another process may have just written it."""
     has_content = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    if folder.is_symlink() or folder.is_mount() or (has_content and not TokenStore.is_store(folder)):
+    if folder.is_symlink() or ((has_content or folder.is_mount()) and not TokenStore.is_store(folder)):
         raise UserError(f"{folder} exists and is not an empty folder, or a mount; choose another --output.")
 
 

@@ -113,7 +113,7 @@ def listed() -> Iterator[str]:
 
 def _read(path: Path) -> NamedData:
     try:
-        data = schema.build(read_yaml(path), NamedData)
+        data = schema.build(read_yaml(path, as_text=True), NamedData)
     except ValueError as error:
         keys = ", ".join(part.name for part in fields(NamedData))
         raise UserError(f"{path}: {error}; correct it. Its keys can be {keys}.") from error
