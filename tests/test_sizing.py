@@ -354,7 +354,7 @@ BUDGET |= {"mixed_precision": "no", "sample_tokens": 0, "max_train_tokens": 100_
 MORE = ([], ["--max_steps", "9999"], ["--max_nonfinite_steps", "50"])  # flags of a resume
 
 
-@pytest.mark.parametrize(("launcher", "budget"), [((), "12s"), (TWO_PROCESSES, "28s")])
+@pytest.mark.parametrize(("launcher", "budget"), [((), "20s"), (TWO_PROCESSES, "40s")])
 def test_a_run_with_a_budget_fixes_its_length_once(launch, store, tmp_path, capsys, launcher, budget):
     run = tmp_path / "run"
     arguments = flags(data=store.folder, output_dir=run, **BUDGET, budget=budget)
