@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -118,8 +119,7 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
             times.append(time.perf_counter())
             store = builder.finish(is_merge=False)
         except UserError as error:
-            named = str(error).startswith(recipe.inputs[0])
-            problem = f"it{str(error).removeprefix(recipe.inputs[0])}" if named else error
+            problem = re.sub(f"^{re.escape(recipe.inputs[0])}", "it", str(error))
             raise UserError(f"In a sample of {data}: {problem}") from error
         planning_seconds, work_seconds = times[1] - times[0], time.perf_counter() - times[1]
     metadata, counts = store.metadata, store.metadata.counts

@@ -276,7 +276,7 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
         hub.require(str(name), "a tokenizer", "tokenizer.json", "tokenizer_config.json", "vocab.json")
     files = ("tokenizer.json", "vocab.json")  # without both, AutoTokenizer would return an empty one
     if folder.is_dir() and not any((folder / file).is_file() for file in files):
-        raise UserError(f"{name} has neither tokenizer.json nor vocab.json, so there is no tokenizer to load.")
+        raise UserError(f"{name} has neither tokenizer.json nor vocab.json, so no tokenizer can be loaded.")
     from transformers import AutoTokenizer
 
     try:
