@@ -105,8 +105,8 @@ CHARACTER = {"tokenizer_type": "character", "vocab_size": None}
 def test_text_too_short_to_split_is_refused(tmp_path, settings):
     assert_one_sentence("too short", make, tmp_path / "text", "a", **settings)
     assert not TokenStore.is_store(tmp_path / "text-store")
-    store = make(tmp_path / "two", "ab", **CHARACTER)
-    assert (documents(store, "train"), documents(store, "val")) == (["a"], ["b"])
+    store = make(tmp_path / "three", "abc", **CHARACTER)  # one token to predict
+    assert (documents(store, "train"), documents(store, "val")) == (["a"], ["bc"])
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_folders_without_a_store_are_refused(tmp_path, monkeypatch, name, advice
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("text")
-    sentence = rf"{name} is not a token store.*python -m tokenizer\.pretokenize.*{advice}`\.$"
+    sentence = rf"{name} is not a token store.*python -m tokenizer\.pretokenize.*{advice}`; .* add --tokenizer MODEL\.$"
     assert_user_error(sentence, TokenStore, name)
 
 

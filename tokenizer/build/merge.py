@@ -144,7 +144,7 @@ class Merger:
         return (rows["copies"] > nth) & ~self.repeats[document]
 
     def _survey(self) -> tuple[int, int, bool, list[tuple[int, int, int]]]:
-        """Return documents and bytes without copies, whether the hashes give text to both splits, and long documents.
+        """Return documents and bytes without copies, whether hashes give two tokens to both splits, and long documents.
         A long document, as (bytes, first row, last row), exceeds both `LONG_BYTES` and the validation share of all
         text: assigned by its hash, it would leave the validation split without any of its text, or fill it."""
         long, documents, size, tokens = [], 0, 0, np.zeros(2)  # tokens for training and for validation
@@ -165,7 +165,7 @@ class Merger:
         minimum = self.settings.validation_fraction * size
         is_divided = documents > 1 and not self.has_validation_split
         long = [document for document in long if document[0] > minimum and is_divided]
-        return documents, size, bool(tokens.all()), long
+        return documents, size, bool((tokens > 1).all()), long
 
     def _tail(self, target: float, size: int, first_row: int, last_row: int, reach: int = 0) -> Tail | None:
         """Return about `target` bytes at the end of a text of `size` bytes, or None if there is no place to cut.
@@ -198,7 +198,9 @@ class Merger:
         from_end = rest_bytes + lengths[ids][::-1].cumsum()[::-1]
         if len(ids) and (not rows["starts"][row] or rest_bytes + rows["bytes"][row] >= size):
             from_end[0] = size  # the head keeps a token, unless a later document begins here
-        cuts = np.flatnonzero(starts_character[ids] & (from_end < size))
+        is_place = starts_character[ids] & (from_end < size)
+        is_place[-1:] &= rest_bytes > 0  # the first of the tail's tokens is not a target: it needs two
+        cuts = np.flatnonzero(is_place)
         if not len(cuts):
             return (math.inf, math.inf), 0, 0
         distance = np.abs(from_end[cuts] - target)

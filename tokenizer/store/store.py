@@ -242,7 +242,8 @@ def read_metadata(folder: Path) -> Metadata:
         output = f"data/{folder.resolve().stem}" if folder.exists() else folder  # a store is written to a new folder
         raise UserError(
             f"{folder} is not a token store: it has no metadata.json. Create a store with "
-            f"`python -m tokenizer.pretokenize --input {shlex.quote(str(text))} --output {shlex.quote(str(output))}`."
+            f"`python -m tokenizer.pretokenize --input {shlex.quote(str(text))} --output {shlex.quote(str(output))}`; "
+            "to evaluate a model, add --tokenizer MODEL."
         )
     try:
         with disk_errors(path, OTHER_STORE):
