@@ -101,6 +101,13 @@ def test_loss_and_standard_error_match_a_sum_over_documents(corpus, tmp_path, ca
     assert result["eval_stderr_over"] == f"{len(sizes)} documents"
     split = corpus.metadata.val
     assert result["eval_bits_per_byte"] == pytest.approx(mean / math.log(2) * split.tokens / split.bytes, abs=1e-6)
+    ends = corpus.offsets("val")[1:] - 1  # an end of text starts the next document
+    edges = sorted({*range(0, len(tokens), 16), *ends.tolist()})
+    parts = [model(tokens[None, a:b]).logits[0] for a, b in pairwise([*edges[:-1], len(tokens) - 1]) if a < b]
+    masked = cross_entropy(torch.cat(parts), tokens[1:], reduction="none")
+    result = evaluated(capsys, tmp_path / "model", "--data", corpus.folder, "--mask_documents")
+    assert result["eval_loss"] == pytest.approx(masked.mean().item(), abs=1e-6)
+    assert abs(result["eval_loss"] - mean) > 1e-3
 
 
 def test_two_processes_give_the_same_results(corpus, tmp_path, capsys, launch):
@@ -239,6 +246,7 @@ def test_memorization_looks_up_generated_text(letters, tmp_path, capsys):
     result = evaluated(capsys, *arguments, "--memorization_span", 3)["memorization"]
     assert (result["share"], result["held_out_share"]) == (1.0, 1.0)
     assert result["spans"] == result["held_out_spans"] == 4 * 254
+    assert evaluated(capsys, *arguments[:-1], 99, "--memorization_span", 3)["memorization"]["held_out_texts"] == 15
     place = result["example"]["token"]
     text = letters.load_tokenizer().decode(letters.memory_map("train")[place : place + 3].tolist())
     assert (result["example"]["text"], result["example"]["document"]) == (text, 0)
@@ -266,7 +274,7 @@ def test_run_keeps_evaluation_results(finished_copy, capsys):
     page, report = ((run / name).read_text() for name in ("evaluation/evaluation.md", "report.md"))
     assert all(words in page for words in ("| trigram |", "![Bits per byte, compared](panel.png)", "## Memorization"))
     assert re.findall(r"^## (Use|Results|Evaluation)", report, re.MULTILINE) == ["Use", "Results", "Evaluation"]
-    assert "| step_00000003 | " in report
+    assert f"| {run.name}-step_00000003 | " in report
     assert "![Bits per byte, compared](evaluation/panel.png)" in report
     assert str(run) not in str(evaluation_of(RunFolder(run), run / "model"))
     assert evaluation_of(RunFolder(run), run / "checkpoints" / "step_00000003") is None
@@ -280,6 +288,7 @@ def test_run_keeps_evaluation_results(finished_copy, capsys):
     assert (folder / "evaluation.json").read_bytes() == content
     tasks = {key: {} for key in ("configs", "results", "n-shot", "cut_requests", "lm_eval_version")}
     results = json.loads(content) | {"tasks": tasks, "tokens_sha256": "of another text"}
+    del results["mask_documents"], results["memorization"]["held_out_texts"]  # as in older versions
     (folder / "evaluation.json").write_text(json.dumps(results))
     evaluated(capsys, run, *memorization)
     results = json.loads((folder / "evaluation.json").read_text())

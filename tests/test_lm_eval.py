@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
@@ -39,6 +40,17 @@ doc_to_text: "{{query}}"
 doc_to_choice: choices
 doc_to_target: label
 metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+GENERATION = """
+task: which
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/which.jsonl}}
+output_type: generate_until
+test_split: test
+doc_to_text: "{{query}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\\n\\n\\n"], do_sample: true, temperature: 1.0, max_gen_toks: 8}
+metric_list: [{metric: exact_match}]
 """
 
 
@@ -160,6 +172,25 @@ def test_the_card_shows_harness_results_only_of_its_own_weights(results, checkpo
     [path] = evaluations.glob("*/results_*.json")
     path.write_text(path.read_text().replace("step_00000030", "step_00000015"))  # results of other weights
     assert PublishedModel.read(checkpoint).harness == []
+
+
+def test_a_text_ends_at_its_end_token(checkpoint, store, tmp_path, capsys):
+    """Each answer is the one that `lm_eval --model hf` generates. Most end before the longest one of their batch."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    eos, often = model.config.eos_token_id, int(np.bincount(store.in_memory("train")).argmax())
+    with torch.no_grad():
+        model.lm_head.weight[eos] = model.lm_head.weight[often]
+    shutil.copytree(checkpoint, tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    rows = [{"query": prose(i, 2), "answer": ""} for i in range(8)]
+    write_task(tmp_path, "which", GENERATION, rows)
+    samples = evaluated(tmp_path / "model", tmp_path, "which")["samples"]["which"]
+    rows = [sample["doc"] | {"answer": sample["resps"][0][0]} for sample in samples]
+    assert len({len(row["answer"]) for row in rows}) > 1
+    task = write_task(tmp_path, "again", GENERATION, rows)
+    arguments = ["--data", str(store.folder), "--tasks", str(task), "--trust_task_code", "--json"]
+    evaluate.main([str(tmp_path / "model"), *arguments, "--per_device_eval_batch_size", "4"])
+    assert json.loads(capsys.readouterr().out)["tasks"]["results"]["again"]["exact_match,none"] == 1.0
 
 
 def test_evaluate_reports_the_results_of_lm_eval(results, checkpoint, tasks, store, tmp_path, monkeypatch):

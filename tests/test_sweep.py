@@ -1,5 +1,6 @@
 """Sweeps and comparisons of runs, as real processes."""
 
+import json
 import re
 import shutil
 import signal
@@ -112,5 +113,17 @@ def test_a_table_has_differing_settings_and_skips_entries_that_are_not_runs(run,
     output = capsys.readouterr()
     assert "| cost | state | tokens_per_step | weight_average | max_eval_samples |" in output.out
     assert f"Skipped: {notes} is neither" in output.err
+    part = shutil.copytree(twin, tmp_path / "part")  # stopped after a validation of a sample, with another tokenizer
+    for name, old, new in (("status.json", "finished", "stopped"), ("report.json", '"val": {', '"val": {"other": 1, ')):
+        (part / name).write_text((part / name).read_text().replace(old, new))
+    *entries, end = lines(part / "metrics.jsonl")
+    end["eval_bits_per_byte"] *= end["eval_sampled_loss"] / end["eval_loss"]
+    end |= {"eval_loss": end.pop("eval_sampled_loss"), "eval_tokens": end.pop("eval_sampled_tokens")}
+    (part / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in [*entries, end]))
+    compare_runs.main([str(twin), str(part), "--output", str(tmp_path / "x.png")])
+    output = capsys.readouterr().out
+    assert "compare bits per byte, not losses" in output
+    scores = re.findall(r"\| `(?:part|other)` \| ([\d.]+ \| [\d.]+)", output)
+    assert (len(scores), len({*scores})) == (2, 1)  # the same weights on the same sample
     assert_user_error("(?s)notes.txt is .*none is neither", compare_runs.main, [str(notes), "none"])
     assert_user_error("none is neither", compare_runs.main, [str(run), "none"])

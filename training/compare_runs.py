@@ -48,8 +48,9 @@ def main(arguments: list[str]) -> None:
     summaries = {os.path.relpath(folder.resolve(), base): summarize_run(RunFolder(folder)) for folder in folders}
     newest = [summary["last"] for summary in summaries.values() if summary["last"]]
     is_other_text = len({summary["text"] for summary in summaries.values() if summary["last"]}) > 1
-    is_other_sample = not is_other_text and len({entry.get("eval_tokens") for entry in newest}) > 1
-    if is_other_sample:
+    is_finished = all(summary["state"] == "finished" for summary in summaries.values() if summary["last"])
+    is_other_sample = len({entry.get("eval_tokens") for entry in newest}) > 1
+    if is_other_sample and not (is_other_text and is_finished):
         is_other_sample = len({*map(sample_tokens, newest)} - {None}) > 1
         for entry in newest:  # finished runs scored the whole split, others a sample
             entry.update(comparable_scores(entry))

@@ -151,6 +151,7 @@ class EvaluateArguments:
         None, "Checkpoint of a run: last, best (by validation loss) or a step. Default: the run's model/."
     )
     data: str | None = setting(None, "Token store to score. Default: the run's own.")
+    mask_documents: bool = setting(False, "Attend within documents only. Default: as in the model's run.")
     per_device_eval_batch_size: int = setting(16, "Sequences per batch.", minimum=1, maximum=65_536)
     compare: bool = setting(False, "Compare bits per byte with n-grams and compressors on the same text.")
     compare_with: list[str] = setting(
@@ -191,10 +192,12 @@ def main(arguments: list[str]) -> None:
     for comparison in comparisons:
         vocabulary.load(comparison)  # report a missing file before minutes of scoring
     store, mask_documents = store_and_masking(source, options.data)
-    check_store(folder, vocabulary.load(folder), store)
+    mask_documents |= options.mask_documents
     hashes = weight_hashes(Path(folder))  # first: a run that trains replaces its model/
     model = load_own_model(folder, torch.float32)
-    model.generation_config = GenerationConfig()  # plain sampling: ignore the model's own settings
+    check_store(folder, vocabulary.load(folder), store)
+    # plain sampling: ignore the model's own settings
+    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     if model.config.vocab_size != store.metadata.vocab_size:  # with equal tokenizers, the metadata is wrong
         raise UserError(
             f"{folder} has a vocabulary of {model.config.vocab_size} tokens, but {store.folder} has "
@@ -212,7 +215,7 @@ def main(arguments: list[str]) -> None:
     scores = score_split(model, store, tokens, options.per_device_eval_batch_size, accelerator)
     if not math.isfinite(loss := scores["eval_loss"]):
         raise UserError(f"{folder} has a loss of {loss}; its weights or its config.json are damaged.")
-    results = {"model": str(folder), "data": str(store.folder)} | scores
+    results = {"model": str(folder), "data": str(store.folder), "mask_documents": mask_documents} | scores
     if options.compare:
         results["panel"] = panel.compare_models(
             model, source, options.compare_with, store, options.compare_documents, accelerator

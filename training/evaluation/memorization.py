@@ -28,20 +28,27 @@ def memorization(model: PreTrainedModel, store: TokenStore, texts: int, span: in
     """Return the share of spans that occur in the training split, as JSON data. Only one process calls this. Raise a
     `UserError` if all texts of the model, or all documents of the validation split, are shorter than a span."""
     eos, val = store.metadata.eos_token_id, store.memory_map("val")
-    starts = np.random.default_rng(seed).integers(0, max(1, len(val) - LENGTH), texts)
-    held_out = [np.asarray(val[start : start + LENGTH], dtype=np.int64) for start in starts]
-    opening = [row[:1] for row in held_out] if eos is None else [np.array([eos])] * texts
+    if len(val) < 2 * span:
+        raise UserError(
+            f"{len(val)} tokens of held-out text are too few for spans of {span}; use a smaller --memorization_span."
+        )
+    length = min(LENGTH, max(span, len(val) // 2))
+    pieces = np.arange(0, len(val) - length + 1, length)  # disjoint, as independent as the texts of the model
+    starts = np.random.default_rng(seed).permutation(pieces)[:texts]
+    held_out = [np.asarray(val[start : start + length], dtype=np.int64) for start in starts]
+    opening = [held_out[i % len(held_out)][:1] if eos is None else np.array([eos]) for i in range(texts)]
     texts_of_model = generate_texts(model, np.stack(opening), eos, seed)
     of_texts = [spans(text, eos, span) for text in (*texts_of_model, *held_out)]
-    counts = np.array([len(rows) for rows in of_texts]).reshape(2, texts)
+    counts = np.split(np.array([len(rows) for rows in of_texts]), [texts])
     sources = ("the texts that the model wrote", "the validation split")
-    for source, number in zip(sources, counts.sum(axis=1), strict=True):
-        if not number:
+    for source, part in zip(sources, counts, strict=True):
+        if not part.sum():
             raise UserError(f"No document in {source} has at least {span} tokens; use a smaller --memorization_span.")
     looked_up = np.concatenate(of_texts)
     places = find_spans(store.memory_map("train"), looked_up)
-    hits = [part.sum() for part in np.split(places >= 0, counts.cumsum()[:-1])]
-    (share, stderr), (held_out_share, held_out_stderr) = map(ratio, np.reshape(hits, counts.shape), counts)
+    ends = np.cumsum(np.concatenate(counts))[:-1]
+    hits = np.split([part.sum() for part in np.split(places >= 0, ends)], [texts])
+    (share, stderr), (held_out_share, held_out_stderr) = map(ratio, hits, counts)
     example, hit = None, int(np.argmax(places[: counts[0].sum()] >= 0))  # the first span found
     if share:
         document = int(np.searchsorted(store.offsets("train"), places[hit], side="right")) - 1
@@ -50,6 +57,7 @@ def memorization(model: PreTrainedModel, store: TokenStore, texts: int, span: in
     return {
         "span_tokens": span,
         "texts": texts,
+        "held_out_texts": len(held_out),
         "spans": int(counts[0].sum()),
         "share": share,
         "share_stderr": stderr,

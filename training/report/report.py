@@ -24,6 +24,7 @@ from common.atomic import file_sha256, write_atomic
 from common.errors import NONSENSE, UserError, check_format, counted, disk_errors
 from common.removal import is_marked, mark, refuse_replacing
 from tokenizer.store.store import RESUMES, TokenStore
+from training.checkpoints.loading import name_of_model
 from training.checkpoints.metrics import read_events, read_metrics, seconds_until
 from training.checkpoints.run_folder import EVALUATION, FOLDERS, RunFolder, is_checkpoint, run_of
 from training.checkpoints.samples import fenced
@@ -192,7 +193,7 @@ def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
     for row in results.get("panel", {}).get("rows", []):
         name = str(row["name"])
         if row.get("is_local", os.path.exists(name)) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):  # not a Hub id
-            row["name"] = Path(name).resolve().name
+            row["name"] = name_of_model(str(Path(name).resolve()))
     if "memorization" in results:
         results["memorization"]["example"] = None
     return results | {"model": "this model", "data": f"held-out text of {Path(str(results.get('data', ''))).name}"}
