@@ -176,6 +176,8 @@ def test_a_branch_does_not_change_its_run_and_the_same_command_resumes_it(run, t
     assert_equal(weights(run), weights(branch))
     train(branch, *arguments)  # finished
     assert_user_error(r"contains another run \(learning_rate", train, branch, *arguments, learning_rate=0.02)
+    later = ("--resume_from_checkpoint", str(run / "checkpoints" / "step_00000006"))
+    assert_user_error(r"contains another run \(first step 3 -> 6\)", train, branch, *later)
 
 
 def test_a_lost_branch_is_restored_from_its_backup(run, train, tmp_path, capsys):

@@ -42,12 +42,13 @@ def test_a_killed_sweep_continues_after_its_finished_and_failed_runs(store, run,
     assert re.search(rows, capsys.readouterr().out, re.DOTALL)
     process.kill()
     process.wait()
-    status = (first / "status.json").read_bytes()
+    log = (first / "metrics.jsonl").read_bytes()
     shutil.copytree(run, tmp_path / "sweep" / "learning_rate=0.03")  # a finished run with other settings
     assert_user_error("1 of 3 runs failed: .*=0.03", sweep.main, [*arguments[:-1], "learning_rate=0.03,0.01,0.02"])
     assert "contains another run" in results[0].stderr
     assert (tmp_path / "sweep" / "comparison.png").is_file()
-    assert (first / "status.json").read_bytes() == status
+    assert "learning_rate=0.01 is finished (200 steps)" in results[1].stdout
+    assert (first / "metrics.jsonl").read_bytes() == log
     assert [event["event"] for event in lines(second / "events.jsonl")].count("resumed") == 1
     assert capsys.readouterr().out.count("| finished |") == 3
 

@@ -21,7 +21,6 @@ from common.command_line import HELP, FlagParser, flag_name, run, split_flags
 from common.errors import Problems, UserError
 from common.limits import setting
 from common.removal import refuse_replacing
-from common.settings_file import read_yaml
 from training import compare_runs
 from training.checkpoints.status import read_status
 from training.config import read_config
@@ -66,10 +65,6 @@ def main(arguments: list[str]) -> None:
     failures, start = [], None
     for command, config in zip(commands.values(), configs, strict=True):
         folder = config.run.folder
-        is_finished = read_status(folder.status).get("state") == "finished" and not config.run.overwrite_output_dir
-        if is_finished and not config.settings.differences(read_yaml(folder.config)):
-            print(f"{folder.path} is finished.")
-            continue
         if drive and Path(drive).is_dir() and not config.cost.plan:
             with suppress(OSError):  # each run reports it
                 Path(drive, base.name).mkdir(exist_ok=True)

@@ -213,8 +213,10 @@ def _shortened(config: TrainConfig, accelerator: Accelerator, stores: list[Token
     settings = {"weight_average": scaling.average_horizon(steps, steps * batch / unique)}
     settings["load_best_model_at_end"] = steps * batch > unique
     if steps < longest:
-        decay = scaling.weight_decay(optim.optimizer, optim.learning_rate, batch, steps * batch)
-        settings |= {"max_steps": steps, "weight_decay": float(f"{decay:.3g}"), "logging_steps": max(1, steps // 30)}
+        settings |= {"max_steps": steps, "logging_steps": max(1, steps // 30)}
+        if optim.optimizer in scaling.TIMESCALES:
+            decay = scaling.weight_decay(optim.optimizer, optim.learning_rate, batch, steps * batch)
+            settings["weight_decay"] = float(f"{decay:.3g}")
         settings |= dict.fromkeys(("eval_steps", "save_steps"), math.ceil(steps / VALIDATIONS))
         settings["save_total_limit"] = VALIDATIONS
         settings["warmup_steps"] = min(optim.warmup_steps, round(0.05 * steps))

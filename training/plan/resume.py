@@ -13,8 +13,9 @@ from common.settings_file import read_yaml
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.backup import Backup
 from training.checkpoints.checkpoint import TrainState
+from training.checkpoints.metrics import read_events
 from training.checkpoints.run_folder import CONFIG_FILE, RunArguments, RunFolder, is_checkpoint, put_back, run_of
-from training.checkpoints.status import check_run_format
+from training.checkpoints.status import check_run_format, first_step
 from training.data.batches import START, DataPosition
 from training.plan.compatibility import RunSettings
 
@@ -78,6 +79,9 @@ def choose_checkpoint(
     else:
         if has_begun:
             _refuse_another(folder.path, read_yaml(run_of(folder.path) / CONFIG_FILE), settings)
+            step = first_step(read_events(folder.events))
+            if is_branch and not is_backup and is_checkpoint(source) and step != checkpoints.step_of(source):
+                raise _another_run(folder.path, [f"first step {step} -> {checkpoints.step_of(source)}"])
         checkpoint = _newest(folder, backup, None if is_restored else settings, say)
         if checkpoint is None and source is not None:  # neither the folder nor its backup has begun
             checkpoint = _named_checkpoint(source, folder, None, None, say)
@@ -116,10 +120,14 @@ def _fetched(checkpoint: Path, backup: Backup) -> Path:
 def _refuse_another(folder: Path, settings_of_run: dict[str, Any], settings: RunSettings | None) -> None:
     """Raise a `UserError` that names the settings of the run in the folder that differ."""
     if settings is not None and (changes := settings.differences(settings_of_run)):
-        raise UserError(
-            f"{folder} contains another run ({', '.join(changes)}); use another --output_dir, resume that run with "
-            f"--resume_from_checkpoint {quote(str(folder))}, or delete it with --overwrite_output_dir."
-        )
+        raise _another_run(folder, changes)
+
+
+def _another_run(folder: Path, changes: list[str]) -> UserError:
+    return UserError(
+        f"{folder} contains another run ({', '.join(changes)}); use another --output_dir, resume that run with "
+        f"--resume_from_checkpoint {quote(str(folder))}, or delete it with --overwrite_output_dir."
+    )
 
 
 def _named_checkpoint(

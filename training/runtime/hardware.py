@@ -44,7 +44,9 @@ class CostArguments:
         None,
         f"With --plan: estimate for this device, from its datasheet, instead of this machine: {', '.join(RENTALS)}.",
     )
-    plan_steps: int = free(10, "With --plan: most steps to measure at a time; 0 measures nothing.", maximum=10_000)
+    plan_steps: int = free(
+        10, "With --plan, but not --budget: most steps to measure; 0 measures nothing.", maximum=10_000
+    )
 
     def __post_init__(self) -> None:
         """Complete a part of a device's name that only one device has: `RTX 4090` is rtx4090-24gb."""
