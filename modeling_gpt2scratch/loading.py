@@ -15,7 +15,14 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -29,6 +36,7 @@ MISFIT = "its weights do not fit its config.json"
 LFS_POINTER = b"version https://git-lfs"
 LAYERS = ("n_layer", "num_hidden_layers", "num_layers", "n_layers")
 MAX_LABELS = 1_000_000
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Settings of a config.json that make Transformers read other weight files or quantized weights.
 REFUSED_SETTINGS = ("quantization_config", "transformers_weights")
 
@@ -42,9 +50,9 @@ def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrai
     Raise a `ModelError` if it is damaged, incomplete, of an unknown architecture, or has links out of its folder."""
     with one_sentence(source):
         folder = fetch(source, CONFIG, GENERATION, ADAPTER)
-        settings = read_model_config(folder)
-        if own_file(folder, ADAPTER) is not None:
+        if own_file(folder, ADAPTER) is not None:  # often without a config.json
             raise ModelError(f"{ADAPTER} makes it an adapter; merge the adapter into its base model first")
+        settings = read_model_config(folder)
         if own_file(folder, GENERATION) is not None:
             read_json(folder, GENERATION)
         types = _stored_types(fetch(source, WEIGHTS, SHARDS, INDEX))
@@ -59,6 +67,11 @@ def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrai
             if not types.get(name, "F").startswith(("F", "BF")):
                 raise ModelError(f"{name} has type {types[name]}, which is not a floating-point type")
         _check_special_tokens(model)
+        try:
+            model.generation_config.validate(strict=True)
+        except ValueError:  # Transformers loads these settings, but refuses to save them after a change
+            kept = {name: getattr(model.generation_config, name) for name in TOKENS}
+            model.generation_config = GenerationConfig(**kept)
         model.name_or_path = model.config.name_or_path = str(source)
     return model
 
@@ -233,7 +246,7 @@ def _stored_types(folder: Path) -> dict[str, str]:
 
 def _check_special_tokens(model: PreTrainedModel) -> None:
     for file, config in ((GENERATION, model.generation_config), (CONFIG, model.config)):
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for name in TOKENS:
             value = getattr(config, name, None)
             ids = value if isinstance(value, list) and value else [value]
             if not all(id is None or (type(id) is int and abs(id) < 2**63) for id in ids):

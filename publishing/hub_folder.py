@@ -36,7 +36,8 @@ def assemble(
     model, tokenizer, ids = release.model, release.tokenizer, reference.text
     renew(destination, "hub", HUB_FILES)
     if options.has_code:
-        _copy(release.folder, PUBLIC_FILES, destination)
+        earlier = (SHARDS, INDEX) if (release.folder / WEIGHTS).is_file() else ()  # of an earlier model
+        _copy(release.folder, tuple(name for name in PUBLIC_FILES if name not in earlier), destination)
         if not options.trust_folder_code:
             _, others, _ = filecmp.cmpfiles(OUR_CODE, destination, CODE, shallow=False)
             for name in others:

@@ -52,6 +52,15 @@ def loss_of(gpt2, store, context: int) -> float:
     return torch.cat(losses).mean().item()
 
 
+def test_a_head_of_its_own_needs_an_untied_model(gpt2, store, tmp_path):
+    model = GPT2LMHeadModel.from_pretrained(gpt2)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 2)
+    model.save_pretrained(tmp_path / "untied")  # config.json says tied
+    store.load_tokenizer().save_pretrained(tmp_path / "untied")
+    sentence = "untied has a head of its own; set tie_word_embeddings to false"
+    assert_user_error(sentence, continued, tmp_path / "untied", store.folder, tmp_path / "run")
+
+
 @pytest.mark.parametrize("context", [32, 16])
 def test_the_loss_before_the_first_step_is_that_of_transformers(gpt2, store, tmp_path, context):
     run = continued(gpt2, store.folder, tmp_path / "run", n_positions=context)

@@ -36,6 +36,7 @@ from conftest import (
 )
 from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchConfig
+from modeling_gpt2scratch.loading import INDEX
 from publishing import demo, verify
 from publishing.card import FolderArguments, model_card
 from publishing.hub_folder import CODE, OUR_CODE, assemble
@@ -390,7 +391,7 @@ def test_the_card_shows_only_evaluations_of_its_own_weights(run, tmp_path, capsy
     sections = sections_of(card_of(run_copy, "last"))
     section = sections["Evaluation"]
     assert re.search(r"\n\| run \| \d\.\d{4} ± ", section)
-    assert "\n| step_00000004 | " in section
+    assert f"\n| {run_copy.name}-step_00000004 | " in section
     assert "\n| trigram | " in section
     assert str(tmp_path) not in section
     assert list(sections)[1:4] == ["Use", "Results", "Evaluation"]
@@ -671,10 +672,12 @@ def test_a_folder_without_a_run_is_published_with_its_own_card(run, tmp_path, hu
     folder = as_a_folder(run, tmp_path / "merged")
     card = "---\nlibrary_name: peft\n---\n# merged\n\nTaught to chat.\n\n## How\n\nWith LoRA.\n"
     (folder / "README.md").write_text(card)
+    (folder / INDEX).write_text("{}")  # of an earlier model in shards, which Transformers leaves; vLLM would read it
     push(folder, "--license", "mit")
     card = ModelCard(hub["me/tiny"].files()["README.md"].decode())
     assert card.data.library_name == "transformers"
     assert "Taught to chat.\n\n## Use" in card.text
     assert "## How\n\nWith LoRA." in card.text
     assert (tmp_path / "merged-hub" / WEIGHTS).is_file()
+    assert INDEX not in hub["me/tiny"].files()
     assert_refused(folder, "a model without a run, so it has no checkpoints for --revisions", "--revisions")

@@ -25,7 +25,7 @@ def card(
         pipeline_tag="text-generation",
         base_model=record["base_model"],
         datasets=sorted(set(record["datasets"])) or None,
-        tags=["gpt2scratch", "fine-tuned"],
+        tags=[model.config.model_type, "fine-tuned"],
     )
     method = f"LoRA of rank {tuning.lora_rank} on attention and MLP, merged" if tuning.lora_rank else "all weights"
     libraries = dict.fromkeys([type(trainer).__module__.split(".")[0], "transformers", "torch"])

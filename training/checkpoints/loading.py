@@ -23,7 +23,7 @@ def find_model(name: str) -> str:
     `UserError` if there is no model, or the Hub cannot be reached."""
     path = Path(name)
     for candidate in (path / "model", path):
-        if (candidate / "config.json").is_file():
+        if (candidate / loading.CONFIG).is_file() or (candidate / loading.ADAPTER).is_file():
             return str(candidate)
     if complete := checkpoints.complete_checkpoints(path / "checkpoints"):
         return str(find_checkpoint(path, None) if (path / CONFIG_FILE).is_file() else complete[-1])

@@ -14,7 +14,7 @@ from training.checkpoints.loading import check_store, model_errors
 from training.step.model import ModelArguments, model_settings
 
 DROPOUTS = {"embd_pdrop", "attn_pdrop", "resid_pdrop"}  # settings of the run, not of the pretrained model
-POSITIONS = "transformer.wpe.weight"
+EMBEDDING, POSITIONS, HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
 
 
 def read_architecture(source: str) -> GPT2ScratchConfig:
@@ -76,6 +76,8 @@ def load_pretrained(source: str, model: nn.Module) -> None:
     weights = initial_model.state_dict()
     if wrong := [name for name, weight in weights.items() if not weight.isfinite().all()]:
         raise UserError(f"{source} has weights that are not finite ({', '.join(wrong[:3])}); start from another model.")
+    if model.config.tie_word_embeddings and not weights[HEAD].equal(weights[EMBEDDING]):
+        raise UserError(f"{source} has a head of its own; set tie_word_embeddings to false in its config.json.")
     if POSITIONS in weights:
         weights[POSITIONS] = weights[POSITIONS][: model.config.n_positions]
     model.load_state_dict(weights)
