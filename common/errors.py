@@ -73,7 +73,9 @@ def require_room(folder: object, n_bytes: float, subject: str, remedy: str) -> N
     """Raise a `UserError`, which begins with `subject` and its verb, if `folder` has less than `n_bytes` free."""
     free = shutil.disk_usage(folder).free
     if n_bytes > free:
-        raise UserError(f"{subject} {n_bytes / 1e9:,.1f} GB, and {folder} has {free / 1e9:,.1f} GB free; {remedy}.")
+        unit, name = (1e9, "GB") if n_bytes >= 1e9 else (1e6, "MB")
+        sizes = f"{n_bytes / unit:,.1f} {name}, and {folder} has {free / unit:,.1f} {name}"
+        raise UserError(f"{subject} {sizes} free; {remedy}.")
 
 
 def counted(number: int, singular: str, plural: str | None = None) -> str:

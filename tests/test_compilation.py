@@ -107,6 +107,19 @@ def test_instructions_and_header_of_all_kernels_are_ready_before_a_model_is_trac
     assert not header.read_bytes().startswith(b"damaged")
 
 
+def test_a_cache_has_no_code_for_the_vectors_of_another_cpu(tmp_path):
+    """On a shared disk, it gave losses that are not finite, or crashed."""
+    program = "from training.runtime import compilation; compilation._begin_to_compile = str; import torch\n"
+    program += "compilation.prepare_compiler(); from torch._dynamo.utils import counters\n"
+    program += "value = torch.compile(lambda x: x * 3)(torch.ones(100)).sum().item()\n"
+    program += "print(value, counters['inductor']['fxgraph_cache_hit'])"
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    for capability in ("default", "avx2"):
+        command, environment["ATEN_CPU_CAPABILITY"] = [sys.executable, "-c", program], capability
+        output = subprocess.run(command, env=environment, check=True, cwd=REPOSITORY, capture_output=True, text=True)
+        assert output.stdout.split() == ["300.0", "0"]
+
+
 def test_a_run_reports_that_a_suspended_process_locks_the_cache_and_ends(spawn, store, tmp_path):
     """Their compilers only write their arguments to a log, and hang."""
 

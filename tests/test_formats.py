@@ -108,7 +108,9 @@ def test_older_evaluations_are_read(old):
 
 def test_the_cached_store_of_a_run_is_named(old, monkeypatch):
     monkeypatch.setattr(data, "CACHE", old)
-    sentence = r"the run was trained on \S+/store_v2, so resume it with --data \S+/store_v2"
+    sentence = (
+        r"the run was trained on \S+/store_v2, so resume it with --resume_from_checkpoint \S+ --data \S+/store_v2"
+    )
     assert_user_error(sentence, train, "--resume_from_checkpoint", old / "run_v2", "--data", old / "store_v1")
 
 

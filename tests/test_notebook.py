@@ -1,6 +1,7 @@
 """The notebooks in a real kernel: examples/colab.ipynb with its interruptions, and those of docs/understand."""
 
 import functools
+import os
 import re
 import shutil
 import sys
@@ -57,6 +58,9 @@ def test_a_machine_is_lost_and_the_same_cells_go_on(store, tmp_path, monkeypatch
     parameters["FLAGS"] = " ".join(flags(**TINY, vocab_size=300))
     (run.parent / "compiled").mkdir(parents=True)
     (run.parent / "compiled" / "kernel").touch()  # as if the run had compiled something
+    (tool := tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: a GPU\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     said = execute("Measure the speed", **parameters)
     assert "Device:  CPU" in said["Measure the speed"]
     assert "step_00000006 is in" in said["Measure the speed"]

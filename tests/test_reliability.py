@@ -330,7 +330,7 @@ def test_out_of_memory_halves_the_micro_batch_in_a_fresh_process(launch, store, 
     assert actual == pytest.approx(reference, abs=1e-6)
     refusal = limited_launch(*flags(data=store.folder, output_dir=tmp_path / "other", **settings))
     assert refusal.returncode == 1
-    assert "Resume with --per_device_train_batch_size 8192, or auto" in refusal.stderr
+    assert "Resume with --per_device_train_batch_size auto, which finds a size that fits" in refusal.stderr
     assert "Traceback" not in refusal.stderr
 
 

@@ -89,6 +89,9 @@ def test_a_truncated_event_hides_no_later_one_and_hours_exclude_time_between_sta
     events = read_events(path)
     assert hours(events, datetime(2026, 1, 3, 8, 30, tzinfo=UTC)) == 1.5
     assert hours(events, datetime(2026, 1, 2, 8, 30, tzinfo=UTC)) == 1.25  # the clock was set back
+    for event, clock in zip(events, (0.0, 1800.0, 10.0, 910.0), strict=True):
+        event["clock"] = clock
+    assert hours(events, datetime(2026, 1, 3, 8, 30, tzinfo=UTC), 1810.0) == 1.0  # without half an hour of sleep
     assert hours([], datetime(2026, 1, 3, 8, 30, tzinfo=UTC)) == 0
 
 

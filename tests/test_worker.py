@@ -188,7 +188,7 @@ def test_missing_disk_space_is_reported_before_the_work(tmp_path, monkeypatch, w
         if fits:
             assert builder.plan.units
         else:
-            sentence = r"tokens will need about 0\.0 GB, and .* has 0\.0 GB free; make room"
+            sentence = r"tokens will need about \d\.\d MB, and .* has \d\.\d MB free; make room"
             assert_user_error(sentence, lambda builder=builder: builder.plan)
             assert not list(tmp_path.rglob("parts"))
 

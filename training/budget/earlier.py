@@ -54,7 +54,7 @@ class EarlierRun:
     def seconds_spent(self) -> float:
         """Return the seconds since the start of this process, and of the run's earlier processes."""
         if restarted().get("has_begun"):  # the process is that of before, also while the text was tokenized
-            return 3600 * hours(self.events, datetime.now(UTC))
+            return 3600 * hours(self.events, datetime.now(UTC), time.monotonic())
         start = psutil.Process().create_time()
         events = [event for event in self.events if datetime.fromisoformat(event["time"]).timestamp() < start]
         return time.time() - start + 3600 * hours(events)

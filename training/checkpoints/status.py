@@ -8,6 +8,7 @@ events.jsonl   events with their times, one object per line: begun, resumed (wit
 import json
 import os
 import socket
+import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -53,7 +54,8 @@ def record(path: Path, event: str, step: int, **details: Any) -> None:
     with suppress(OSError), path.open("ab+") as file:
         file.seek(-min(1, file.seek(0, os.SEEK_END)), os.SEEK_END)
         is_cut = file.read() not in (b"", b"\n")
-        line = json.dumps({"time": now(), "event": event, "step": step, **details})
+        times = {"time": now(), "clock": round(time.monotonic(), 1)}
+        line = json.dumps(times | {"event": event, "step": step, **details})
         file.write(b"\n" * is_cut + line.encode() + b"\n")
 
 
@@ -79,10 +81,20 @@ def first_step(events: list[dict[str, Any]]) -> int:
     return next((event["step"] for event in events if event["event"] in ("begun", "resumed")), 0)
 
 
-def hours(events: list[dict[str, Any]], end: datetime | None = None) -> float:
-    """Return the run's hours until `end`, by default until its last event, from its events.jsonl. The time between the
-    last event before a stop or a kill and the next start does not count."""
-    moments = [(event["event"] in ("begun", "resumed"), datetime.fromisoformat(event["time"])) for event in events]
-    moments += [(False, end)] if end else []
-    spans = [stop - start for (_, start), (starts, stop) in pairwise(moments) if not starts]
-    return sum(max(0.0, span.total_seconds()) for span in spans) / 3600  # max, in case the clock was set back
+def hours(events: list[dict[str, Any]], end: datetime | None = None, clock: float | None = None) -> float:
+    """Return the run's hours until `end` and its monotonic `clock`, by default until its last event, from its
+    events.jsonl. The time between the last event before a stop or a kill and the next start does not count, nor does
+    the sleep of a laptop, which its monotonic clock leaves out."""
+    moments = [
+        (event["event"] in ("begun", "resumed"), datetime.fromisoformat(event["time"]), event.get("clock"))
+        for event in events
+    ]
+    moments += [(False, end, clock)] if end else []
+    seconds = 0.0
+    for (_, start, clock_before), (starts, stop, clock_after) in pairwise(moments):
+        if not starts:
+            span = (stop - start).total_seconds()
+            if clock_before is not None and clock_after is not None:  # older versions wrote none
+                span = clock_after - clock_before
+            seconds += max(0.0, span)  # the clock may be set back
+    return seconds / 3600

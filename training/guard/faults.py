@@ -73,8 +73,8 @@ def _out_of_memory(run: Run) -> Exception:
         )
     if not plan.batches.is_auto:
         return UserError(
-            f"{sentence}; {last_good}. Resume with --per_device_train_batch_size {micro // 2}, or auto, which finds a "
-            "size that fits; tokens_per_step and the order of the data stay the same."
+            f"{sentence}; {last_good}. Resume with --per_device_train_batch_size auto, which finds a size that fits; "
+            "tokens_per_step and the order of the data stay the same."
         )
     reason = f"{sentence}: resuming from the last checkpoint with at most {micro // 2}, in a fresh process."
     return Restart(reason, {"micro_batch": micro // 2})

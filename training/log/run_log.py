@@ -40,7 +40,8 @@ class RunLog(AbstractContextManager):
         self.paces: deque[tuple[int, float]] = deque(maxlen=LINES_OF_ETA)  # (steps, seconds) per log line
         self.main = run.accelerator.is_main_process
         if self.main:
-            self.began = time.monotonic() - 3600 * hours(read_events(run.folder.events), datetime.now(UTC))
+            clock = time.monotonic()
+            self.began = clock - 3600 * hours(read_events(run.folder.events), datetime.now(UTC), clock)
             device = run.accelerator.device
             usual_mfu = reported_mfu(device_name(device)) if size_of(run.plan.model).products >= FILLS_A_GPU else None
             self.advisor = Advisor(run.folder, run.plan, usual_mfu and usual_mfu[1])

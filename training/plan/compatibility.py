@@ -13,6 +13,7 @@ from common.errors import Problems, UserError
 from common.limits import free
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.checkpoints.checkpoint import TrainState
+from training.checkpoints.run_folder import run_of
 from training.data.run_data import find_cached
 from training.step.optim import OptimArguments
 
@@ -98,7 +99,8 @@ def compare(
             refusals.append(f"{sentence}, so its moments do not fit; start a new run in another --output_dir")
         elif name in settings.refused.union(fields) - exceptions:
             store = find_cached(old["data"]) if name in ("tokenizer", "data") else None
-            origin = f"the run was trained on {store}, so resume it with --data {store}; " if store is not None else ""
+            command = f"--resume_from_checkpoint {run_of(checkpoint)} --data {store}"
+            origin = f"the run was trained on {store}, so resume it with {command}; " if store is not None else ""
             refusals.append(f"{sentence}; {origin}if this is intended, add --allow_change {name}")
     if str(checkpoint_model.dtype) not in ("None", "float32", "torch.float32"):
         refusals.append(f"its weights are {checkpoint_model.dtype}, but training needs float32")

@@ -6,6 +6,7 @@ far.
 
 import re
 import shlex
+import time
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -140,7 +141,7 @@ def gather(folder: RunFolder) -> dict[str, Any]:
         "speed": _speed(speed_entries, startup) if speed_entries else None,
         "estimate": _estimate(speed_entries, startup, events) if speed_entries else None,
         "noticed": [event for event in events if event["event"] in NOTABLE_EVENTS],
-        "hours": hours(events, datetime.now(UTC)),
+        "hours": hours(events, datetime.now(UTC), time.monotonic()),
         "hourly_price": settings.get("hourly_price"),
         "notes": settings.get("notes"),
     }

@@ -100,6 +100,8 @@ def prepare_compiler() -> None:
     """Prepare Inductor and its cache for this process."""
     _filelock.FileLock.acquire = _acquire
     remove_incomplete_libraries()
+    # A cache on a shared disk may have C++ code for the vectors of another CPU, which would compute nonsense here.
+    torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
     if not torch.accelerator.is_available():
         _begin_to_compile(cache_dir())
 
