@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import socket
 import sys
 
 import psutil
@@ -12,6 +13,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from training.config import read_config
 from training.preflight import setup_of
 from training.runtime.device import DeviceArguments, Setup, decide, has_kernels, kernel_of_sdpa
+from training.runtime.distributed import interface_to
 from training.step.loss import NextTokenLoss
 from training.step.model import build_model
 
@@ -71,6 +73,14 @@ def test_attention_kernel_is_the_one_that_pytorch_reports(dropout, mask_document
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="tests glibc behavior")
+def test_the_interface_that_reaches_a_machine_is_found():
+    assert interface_to("localhost") is interface_to("no.such.host.invalid") is None
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if address.family == socket.AF_INET:
+                assert interface_to(address.address) == (None if address.address.startswith("127.") else name)
+
+
 def test_freed_memory_is_kept_for_reuse(launch):
     """64 MB are 16,384 pages; without the setting, each would be requested again five times, with it at most once."""
     code = """if True:

@@ -253,18 +253,19 @@ def test_a_launcher_that_starts_one_process_instead_of_two_is_refused(launch, tm
 
 def test_resume_command_names_the_options_of_the_launcher(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
-    launch_file = "--config_file launch/two_cpu_processes.yaml"
-    machines = "--num_processes 1 --machine_rank 1 --main_process_ip 10.0.0.1"
-    for processes, given, options in (
-        ("2", "--multi_gpu", "--num_processes 2"),
-        ("2", f"--config_file={os.getcwd()}/launch/two_cpu_processes.yaml", f"{launch_file} --num_processes 2"),
-        ("2", "--config_file=/home/me/own.yaml", "--config_file /home/me/own.yaml --num_processes 2"),
-        ("1", machines.replace("rank ", "rank="), machines),
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["train_accelerate.py", "--data", "my.txt"])
+    accelerate = "/home/me/bin/accelerate launch --quiet"
+    torchrun = "torchrun --nnodes 2 --nproc_per_node 1 --master_addr 10.0.0.1"
+    for given, expected in (
+        (f"{accelerate} --use_fsdp", "accelerate launch --quiet --use_fsdp --num_processes 2"),
+        (f"{accelerate} --num_processes=2 --config_file=a/b.yaml",) * 2,
+        (f"/home/me/bin/{torchrun}", torchrun),
+        ("-m accelerate.commands.launch --cpu", "python -m accelerate.commands.launch --cpu"),
     ):
-        line = [sys.executable, *ACCELERATE, *given.split(), *sys.argv]
+        line = [sys.executable, *given.split(), *sys.argv]
         monkeypatch.setattr(psutil.Process, "cmdline", lambda _, line=line: line)
-        monkeypatch.setenv("WORLD_SIZE", processes)
-        assert launch_command() == f"accelerate launch --quiet {options} train_accelerate.py"
+        assert launch_command() == f"{expected.removeprefix('/home/me/bin/')} train_accelerate.py"
 
 
 def test_sigterm_and_ctrl_c_save_print_the_resume_command_and_the_run_resumes_exactly(train, start, tmp_path):

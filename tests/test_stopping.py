@@ -79,7 +79,7 @@ class Job:
         return log.read_text().splitlines() if log.is_file() else []
 
     def pid(self, rank: int = 0) -> int:
-        return int(self.lines(rank)[0].removeprefix("pid "))
+        return [int(line.removeprefix("pid ")) for line in self.lines(rank) if line.startswith("pid ")][-1]
 
     def errors(self) -> str:
         """Wait for the end of all processes and return what they printed to stderr."""

@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from shlex import quote
 from typing import Any, NoReturn
 
 import psutil
@@ -35,7 +36,6 @@ HEARD = 3.0  # seconds for all processes to confirm that they end
 ALL_READY = 30.0  # seconds for all processes to confirm a restart
 SAVE_TIMEOUT = 30.0  # seconds for a checkpoint that is being written
 EXIT_TIMEOUT = 120.0  # seconds for the whole exit
-REMEDY = "The run ends; run the same command again (without --overwrite_output_dir) to resume it."
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ class Watchdog:
             self._store = distributed.PrefixStore("gpt2scratch/watchdog", store)
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
+            threading.Thread(target=self._watch_connection, name="connection", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
@@ -163,6 +164,16 @@ class Watchdog:
                     continue
                 self._over.wait(INTERVAL)
             self._beat()
+
+    def _watch_connection(self) -> None:
+        """End the process if the store does not answer, as if rank 0 has lost its power or network. The time is counted
+        in rounds, so that a suspended machine does not count."""
+        beat, silence, patience = 0, 0.0, 2 * min(PATIENCE, self.ddp_timeout)
+        while self._thread.is_alive() and not self._over.wait(INTERVAL):
+            silence = silence + INTERVAL if beat == self._pulse.beat else 0.0
+            beat = self._pulse.beat
+            if silence >= patience:
+                self._leave(f"rank 0's machine has not answered for {silence:g} s at {self.phase}")
 
     def _beat(self) -> None:
         self._pulse = replace(self._pulse, beat=self._pulse.beat + 1, phase=self.phase, **self._last_words)
@@ -220,12 +231,15 @@ class Watchdog:
     def _leave(self, fault: str) -> NoReturn:
         """End the process, from any thread. `fault` is empty if another process reports it."""
         show_cursor()
+        if fault and self.folder is not None:
+            resume = f"--resume_from_checkpoint {quote(str(self.folder.path))}"  # the disk may hang
+            fault += f". The run ends; resume it with {resume}, or, without a checkpoint, run the same command again."
         if fault:
-            print_unbuffered(f"error: {fault}. {REMEDY}")
+            print_unbuffered(f"error: {fault}")
         for seconds in (0, SAVE_TIMEOUT):  # marked twice: a save in progress writes the status `running`
             wait_for_writing(seconds)
             if fault and self.folder is not None and read_status(self.folder.status).get("state") == "running":
-                write_status(self.folder.status, "failed", self.folder.newest_step(), f"{fault}. {REMEDY}")
+                write_status(self.folder.status, "failed", self.folder.newest_step(), fault)
         leave(1)
 
 

@@ -105,8 +105,8 @@ def read_facts(folder: RunFolder) -> dict[str, Any] | None:
 def gather(folder: RunFolder) -> dict[str, Any]:
     """Gather the facts from the current files of the run."""
     entries, events = metrics.read_metrics(folder.metrics), metrics.read_events(folder.events)
-    command = re.sub(r"(?<=--main_process_ip )\S+", "ADDRESS", launch_command())
-    command = re.sub(r" --config_file ('/[^']*'|/\S+)", "", command)  # a path of this machine
+    command = re.sub(r"(--(main_process_ip|master.addr|rdzv.endpoint)[= ])\S+", r"\1ADDRESS", launch_command())
+    command = re.sub(r"(?<![^\s='])/\S*/(?=[^/\s])", "path/to/", command)  # paths of this machine
     samples, settings = read_samples(folder.samples), read_yaml(folder.config)
     starts, source = starts_in_force(events), settings.get("init_from")
     environments = [{"step": start["step"], "text": start["environment"]} for start in starts if "environment" in start]

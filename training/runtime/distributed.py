@@ -2,12 +2,15 @@
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any, TypeVar
 
+import psutil
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import TorchDynamoPlugin, gather_object
@@ -26,9 +29,11 @@ _waits = False
 
 
 def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[distributed.Store, int, int]]:
-    """Rendezvous like `env://`, with a key prefix per restart: the launcher's store keeps old addresses."""
+    """Rendezvous like `env://`, with a key prefix per restart, by this project or by the launcher (max_restarts): the
+    launcher's store keeps old addresses and orders."""
     store, rank, processes = next(distributed.rendezvous("env://", timeout=timeout))
-    yield distributed.PrefixStore(f"restart_{restarted().get('restarts', 0)}", store), rank, processes
+    prefix = f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}_{restarted().get('restarts', 0)}"
+    yield distributed.PrefixStore(prefix, store), rank, processes
 
 
 distributed.register_rendezvous_handler(RENDEZVOUS.removesuffix("://"), _meet)
@@ -38,6 +43,15 @@ def is_launched_on_cpu() -> bool:
     """Return whether a launcher started this process on a machine without an accelerator. Unless it is asked for the
     CPU, Accelerate does not connect such processes, and each would work alone."""
     return "LOCAL_RANK" in os.environ and not torch.accelerator.is_available()
+
+
+def interface_to(host: str) -> str | None:
+    """Return the network interface that reaches another machine, or None for this one and if there is none."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as link:
+        link.connect((host, 1))  # sends nothing
+        own, interfaces = link.getsockname()[0], psutil.net_if_addrs()
+        names = [name for name, addresses in interfaces.items() if own in {address.address for address in addresses}]
+        return names[0] if names and not own.startswith("127.") else None
 
 
 def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str, ddp_timeout: int) -> Accelerator:
@@ -56,6 +70,9 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
     if not torch.accelerator.is_available():
         keep_freed_memory()
     keep_accelerate_from_sharding()
+    if interface := interface_to(os.environ.get("MASTER_ADDR", "localhost")):
+        # Gloo would publish the address of the host's name, which on Debian is 127.0.1.1.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     handlers = [
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
         InitProcessGroupKwargs(init_method=RENDEZVOUS, timeout=timedelta(seconds=ddp_timeout)),

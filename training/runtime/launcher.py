@@ -30,29 +30,31 @@ def is_launched() -> bool:
 
 
 def launch_command() -> str:
-    """Return the command of this run: `python train_accelerate.py`, or `accelerate launch` with its main options."""
-    if not is_launched():
+    """Return the command of this run without the script's arguments: of its launcher, or `python train_accelerate.py`.
+    The number of processes is added if it comes from a file or from the GPUs of this machine."""
+    words = _launcher_words() if is_launched() else []
+    if len(words) < 3:
         return "python train_accelerate.py"
-    file = Path(launcher_option("config_file"))
+    *words, script = words[1:] if words[1] != "-m" else ["python", *words[1:]]
+    words[0] = Path(words[0]).name
     processes = os.environ.get("WORLD_SIZE", "1")
-    if file.parent.name == "launch":
-        file = Path("launch", file.name)
-    options = "" if file == Path() else f" --config_file {quote(str(file))}"
-    if processes != "1" or options or launcher_option("num_processes"):  # without a number, all GPUs
-        options += f" --num_processes {processes}"
-    for name in ("num_machines", "machine_rank", "main_process_ip", "main_process_port"):
-        options += f" --{name} {value}" if (value := launcher_option(name)) else ""
-    return f"accelerate launch --quiet{options} train_accelerate.py"
+    if words[0] == "accelerate" and processes != "1" and not launcher_option("num_processes"):
+        words += ["--num_processes", processes]
+    return " ".join(map(quote, [*words, script]))
 
 
 def launcher_option(name: str) -> str:
     """Return the value of an option of the launcher. It is empty without the option, or if the launcher has exited."""
-    words = []
+    words = [part for word in _launcher_words() for part in word.split("=", 1)]
+    return {word.replace("-", "_"): value for word, value in pairwise(words)}.get(f"__{name}", "")
+
+
+def _launcher_words() -> list[str]:
+    """Return the launcher's command line up to the script, or an empty list if the launcher has exited."""
     with suppress(psutil.Error):
         line = psutil.Process(PARENT).cmdline()
-        options = line[: len(line) - len(sys.argv) + 1]  # the script's own arguments follow
-        words = [part for word in options for part in word.split("=", 1)]
-    return {word.replace("-", "_"): value for word, value in pairwise(words)}.get(f"__{name}", "")
+        return line[: len(line) - len(sys.argv) + 1]
+    return []
 
 
 def set_by_launcher(name: str) -> bool:
