@@ -36,7 +36,7 @@ RUN = {
         f"{LIBRARY} --torch_compile false"
     ),
     "python -m training.evaluate runs/quickstart --checkpoint best": "",
-    "python -m tokenizer.pretokenize --input my.txt --tokenizer . --output data/mine": "",
+    "python -m tokenizer.pretokenize --input my.txt --tokenizer . --validation_fraction 0.9 --output data/mine": "",
     "python -m training.evaluate . --data data/mine --compare": "",
     f"{PUSH} . --repo_id YOUR_NAME/x --dry_run": "",
     'python generate.py --prompt "def read_file(path"': "",

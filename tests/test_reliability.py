@@ -47,8 +47,9 @@ from training.checkpoints.checkpoint import _seal, complete_checkpoints, damage,
 from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.saver import refuse_full_disk
 from training.guard.lock import RunLock
+from training.report.facts import _without_machine
 from training.runtime.device import DeviceArguments, decide
-from training.runtime.launcher import launch_command
+from training.runtime.launcher import launch_words
 from training.step.tensors import read_tensors
 
 DROPOUT = {"resid_pdrop": 0.1, "attn_pdrop": 0.1}
@@ -261,11 +262,18 @@ def test_resume_command_names_the_options_of_the_launcher(monkeypatch):
         (f"{accelerate} --use_fsdp", "accelerate launch --quiet --use_fsdp --num_processes 2"),
         (f"{accelerate} --num_processes=2 --config_file=a/b.yaml",) * 2,
         (f"/home/me/bin/{torchrun}", torchrun),
-        ("-m accelerate.commands.launch --cpu", "python -m accelerate.commands.launch --cpu"),
+        ("-u -m torch.distributed.run", "python -u -m torch.distributed.run"),
     ):
         line = [sys.executable, *given.split(), *sys.argv]
         monkeypatch.setattr(psutil.Process, "cmdline", lambda _, line=line: line)
-        assert launch_command() == f"{expected.removeprefix('/home/me/bin/')} train_accelerate.py"
+        assert launch_words() == [*expected.removeprefix("/home/me/bin/").split(), "train_accelerate.py"]
+
+
+def test_the_published_command_has_no_addresses_and_no_paths():
+    command = "accelerate launch --main-process-ip 10.0.0.1 --local-addr=10.0.0.2 --config_file /home/me/own.yaml"
+    public = "accelerate launch --main-process-ip ADDRESS --local-addr=ADDRESS --config_file path/to/own.yaml"
+    words = f"{command} --log-dir /home/me/ --multi_gpu /home/me/train.py".split()
+    assert _without_machine(words) == f"{public} --log-dir path/to --multi_gpu train.py".split()
 
 
 def test_sigterm_and_ctrl_c_save_print_the_resume_command_and_the_run_resumes_exactly(train, start, tmp_path):

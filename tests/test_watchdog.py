@@ -107,7 +107,7 @@ def test_a_hung_main_thread_is_reported_after_the_timeout(job):
 
 def test_a_store_that_does_not_answer_ends_the_process(monkeypatch, tmp_path, capsys):
     ended = threading.Event()
-    monkeypatch.setattr(watchdog, "PATIENCE", 0.2)
+    monkeypatch.setattr(watchdog, "EXIT_TIMEOUT", 0.4)
     monkeypatch.setattr(watchdog, "INTERVAL", 0.1)
     monkeypatch.setattr(watchdog, "leave", lambda code: ended.set() or threading.Event().wait())
     monkeypatch.setattr(watchdog, "print_unbuffered", print)

@@ -167,12 +167,15 @@ class Watchdog:
 
     def _watch_connection(self) -> None:
         """End the process if the store does not answer, as if rank 0 has lost its power or network. The time is counted
-        in rounds, so that a suspended machine does not count."""
-        beat, silence, patience = 0, 0.0, 2 * min(PATIENCE, self.ddp_timeout)
+        in rounds, so that a suspended machine does not count. Nor does a launcher that Ctrl-Z has stopped, with the
+        store, while the processes train on."""
+        last, silence = None, 0.0
         while self._thread.is_alive() and not self._over.wait(INTERVAL):
-            silence = silence + INTERVAL if beat == self._pulse.beat else 0.0
-            beat = self._pulse.beat
-            if silence >= patience:
+            place = self._pulse.beat, self.phase
+            with suppress(psutil.Error):
+                is_silent = place == last and psutil.Process(PARENT).status() != psutil.STATUS_STOPPED
+                last, silence = place, silence + INTERVAL if is_silent else 0.0
+            if silence >= EXIT_TIMEOUT:
                 self._leave(f"rank 0's machine has not answered for {silence:g} s at {self.phase}")
 
     def _beat(self) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 
 from accelerate import Accelerator
 
@@ -29,7 +29,7 @@ from training.plan.resume import ResumePoint
 from training.runtime.console import printer
 from training.runtime.device import Setup, describe
 from training.runtime.distributed import on_main
-from training.runtime.launcher import launch_command
+from training.runtime.launcher import launch_words
 from training.runtime.restart import restarted
 from training.step.optim import OptimArguments, cooldown_start
 
@@ -120,7 +120,7 @@ def print_end(run: Run, arguments: RunArguments, step: int, reason: str | None) 
     say, folder, path = printer(run.accelerator), run.folder, quote(str(run.folder.path))
     if reason is not None:
         how = "run" + " the same command again, or" * (not discards_steps(run, arguments))
-        how += f":\n  {launch_command()} --resume_from_checkpoint {path}"
+        how += f":\n  {join(launch_words())} --resume_from_checkpoint {path}"
         resume = f"To resume, {how}" if folder.newest_step() else "The same command starts the run from the beginning."
         say(f"\nStopped after step {step:,} of {run.plan.max_steps:,} ({reason}); {folder.last_good()}. {resume}")
         return

@@ -34,7 +34,7 @@ from training.checkpoints.status import first_step, hours, read_status, starts_i
 from training.log.reference import find_reference
 from training.log.speed import flops_per_token
 from training.plan.compatibility import model_fields
-from training.runtime.launcher import launch_command
+from training.runtime.launcher import launch_words
 from training.step.size import size_of
 
 FORMAT_VERSION = 1
@@ -43,6 +43,7 @@ MAX_MOMENTS = 5  # steps for which the report shows samples
 PROMPT_CHARACTERS = 10  # first characters of a sample, used as the prompt if none is given
 FIRST_LINES = 5  # log lines from which the duration is estimated if no speed was known for the device
 SPEED_MEASURES = ("tokens_per_second", "mfu", "data_share")
+ADDRESS_OPTION = re.compile("(^|[_-])ip|addr|endp|host")  # options of launchers
 NOTABLE_EVENTS = ("resumed", "stopped", "spike", "advice")  # events that explain the curves
 
 Entries = list[dict[str, Any]]
@@ -105,8 +106,7 @@ def read_facts(folder: RunFolder) -> dict[str, Any] | None:
 def gather(folder: RunFolder) -> dict[str, Any]:
     """Gather the facts from the current files of the run."""
     entries, events = metrics.read_metrics(folder.metrics), metrics.read_events(folder.events)
-    command = re.sub(r"(--(main_process_ip|master.addr|rdzv.endpoint)[= ])\S+", r"\1ADDRESS", launch_command())
-    command = re.sub(r"(?<![^\s='])/\S*/(?=[^/\s])", "path/to/", command)  # paths of this machine
+    command = shlex.join(_without_machine(launch_words()))
     samples, settings = read_samples(folder.samples), read_yaml(folder.config)
     starts, source = starts_in_force(events), settings.get("init_from")
     environments = [{"step": start["step"], "text": start["environment"]} for start in starts if "environment" in start]
@@ -181,6 +181,20 @@ def _results(entries: Entries, evaluations: Entries, samples: dict[int, list[str
         "is_sampled": any(map(metrics.scores_more, evaluations)),  # if so, losses are comparable only on the sample
         "best": {"step": best["step"], "loss": metrics.comparable_loss(best)},
     }
+
+
+def _without_machine(words: list[str]) -> list[str]:
+    """Return the words of a command without addresses, and without paths of this machine."""
+    public, is_address = [], False
+    for word in [*words[:-1], Path(words[-1]).name]:
+        option, sign, value = word.partition("=") if word.startswith("-") else ("", "", word)
+        if is_address or (sign and ADDRESS_OPTION.search(option)):
+            value = "ADDRESS"
+        elif value.startswith("/"):
+            value = f"path/to/{Path(value).name}" if Path(value).suffix else "path/to"
+        is_address = bool(word.startswith("-") and not sign and ADDRESS_OPTION.search(option))
+        public.append(f"{option}{sign}{value}")
+    return public
 
 
 def _as_typed(value: str) -> str:

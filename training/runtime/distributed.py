@@ -30,9 +30,11 @@ _waits = False
 
 def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[distributed.Store, int, int]]:
     """Rendezvous like `env://`, with a key prefix per restart, by this project or by the launcher (max_restarts): the
-    launcher's store keeps old addresses and orders."""
+    launcher's store keeps old addresses and orders. The launchers of several machines count separately."""
     store, rank, processes = next(distributed.rendezvous("env://", timeout=timeout))
-    prefix = f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}_{restarted().get('restarts', 0)}"
+    is_one_machine = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    prefix = f"restart_{restarted().get('restarts', 0)}"
+    prefix += f"_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}" * is_one_machine
     yield distributed.PrefixStore(prefix, store), rank, processes
 
 

@@ -10,7 +10,6 @@ import sys
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from shlex import quote
 
 import psutil
 
@@ -29,18 +28,20 @@ def is_launched() -> bool:
     return any(name in os.environ for name in _SET_BY_LAUNCHERS)
 
 
-def launch_command() -> str:
+def launch_words() -> list[str]:
     """Return the command of this run without the script's arguments: of its launcher, or `python train_accelerate.py`.
     The number of processes is added if it comes from a file or from the GPUs of this machine."""
-    words = _launcher_words() if is_launched() else []
-    if len(words) < 3:
-        return "python train_accelerate.py"
-    *words, script = words[1:] if words[1] != "-m" else ["python", *words[1:]]
+    if not is_launched():
+        return ["python", "train_accelerate.py"]
+    words = _launcher_words()
+    if len(words) < 3:  # it has exited
+        words = ["python", "accelerate", "launch", "--quiet", "train_accelerate.py"]
+    *words, script = ["python"] * words[1].startswith("-") + words[1:]
     words[0] = Path(words[0]).name
     processes = os.environ.get("WORLD_SIZE", "1")
     if words[0] == "accelerate" and processes != "1" and not launcher_option("num_processes"):
         words += ["--num_processes", processes]
-    return " ".join(map(quote, [*words, script]))
+    return [*words, script]
 
 
 def launcher_option(name: str) -> str:
