@@ -6,7 +6,8 @@ knows, and all others are refused. This file is not uploaded with models.
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,7 @@ def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrai
             if not types.get(name, "F").startswith(("F", "BF")):
                 raise ModelError(f"{name} has type {types[name]}, which is not a floating-point type")
         _check_special_tokens(model)
-        try:
-            model.generation_config.validate(strict=True)
-        except ValueError:  # Transformers loads these settings, but refuses to save them after a change
-            kept = {name: getattr(model.generation_config, name) for name in TOKENS}
-            model.generation_config = GenerationConfig(**kept)
+        model.generation_config = _valid(model.generation_config)
         model.name_or_path = model.config.name_or_path = str(source)
     return model
 
@@ -251,6 +248,21 @@ def _check_special_tokens(model: PreTrainedModel) -> None:
             ids = value if isinstance(value, list) and value else [value]
             if not all(id is None or (type(id) is int and abs(id) < 2**63) for id in ids):
                 raise ModelError(f"{file} sets {name} to {str(value)[:100]!r}, which is not a token id")
+
+
+def _valid(settings: GenerationConfig) -> GenerationConfig:
+    """Return the settings without those that Transformers loads, but refuses to save after a change."""
+    with suppress(ValueError):
+        settings.validate(strict=True)
+        return settings
+    valid = GenerationConfig()
+    for name in sorted(settings.to_diff_dict(), key=lambda name: name not in ("do_sample", "num_beams")):
+        candidate = deepcopy(valid)
+        setattr(candidate, name, getattr(settings, name, None))
+        with suppress(ValueError):
+            candidate.validate(strict=True)
+            valid = candidate
+    return valid
 
 
 @contextmanager

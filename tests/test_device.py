@@ -72,7 +72,6 @@ def test_attention_kernel_is_the_one_that_pytorch_reports(dropout, mask_document
     assert kernel_of_sdpa(torch.device("cpu"), setup, 16, 8, dropout) == kernel
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="tests glibc behavior")
 def test_the_interface_that_reaches_a_machine_is_found():
     assert interface_to("localhost") is interface_to("no.such.host.invalid") is None
     for name, addresses in psutil.net_if_addrs().items():
@@ -81,6 +80,7 @@ def test_the_interface_that_reaches_a_machine_is_found():
                 assert interface_to(address.address) == (None if address.address.startswith("127.") else name)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="tests glibc behavior")
 def test_freed_memory_is_kept_for_reuse(launch):
     """64 MB are 16,384 pages; without the setting, each would be requested again five times, with it at most once."""
     code = """if True:

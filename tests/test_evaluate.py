@@ -255,6 +255,15 @@ def test_memorization_looks_up_generated_text(letters, tmp_path, capsys):
     assert results[0] == results[1]
 
 
+def test_a_small_validation_split_is_divided_at_the_ends_of_its_documents():
+    tokens = np.arange(163)
+    pieces = memorization.held_out_pieces(tokens, np.array([0, 41, 122, 163]))
+    assert [len(piece) for piece in pieces] == [41, 81, 41]
+    assert [len(piece) for piece in memorization.held_out_pieces(tokens, np.array([0, 163]))] == [81, 82]
+    pieces = memorization.held_out_pieces(np.arange(600), np.array([0, 1, 600]))
+    assert [(piece[0], len(piece)) for piece in pieces] == [(0, 256), (256, 256)]
+
+
 def test_spans_end_at_the_end_of_a_document(corpus, tmp_path, capsys):
     saved(tmp_path / "model", corpus, is_uniform=True)
     arguments = (tmp_path / "model", "--data", corpus.folder, "--memorization", "--memorization_span", 3)
@@ -325,7 +334,7 @@ def test_invalid_inputs_are_refused_with_one_sentence(corpus, letters, tmp_path)
         (["--compare_with", arguments[0]], r"compare_with names a model twice"),
         (["--compare_with", "runs/none"], r"runs/none is neither a local folder nor a Hub id"),
         (["--compare_with", str(tmp_path / "letters")], r"its tokenizer does not know every character of the text"),
-        (["--memorization", "--memorization_span", "200"], r"No document in .* has at least 200 tokens; use a smaller"),
+        (["--memorization", "--memorization_span", "200"], r"No piece of .* has 200 tokens of one document; use"),
         (["--checkpoint", "best"], r"is neither a run folder nor a checkpoint in one"),
     ):
         assert_user_error(sentence, evaluate.main, [*arguments, *options])

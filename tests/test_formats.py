@@ -5,6 +5,7 @@ The folders of format 1 were written by the version of 2026-11-21 02:26, those o
 
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -106,12 +107,14 @@ def test_older_evaluations_are_read(old):
     assert evaluation_of(run, run.model)["panel"]["rows"]
 
 
-def test_the_cached_store_of_a_run_is_named(old, monkeypatch):
+def test_the_cached_store_of_a_run_is_named(old, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "CACHE", old)
-    sentence = (
-        r"the run was trained on \S+/store_v2, so resume it with --resume_from_checkpoint \S+ --data \S+/store_v2"
-    )
-    assert_user_error(sentence, train, "--resume_from_checkpoint", old / "run_v2", "--data", old / "store_v1")
+    shutil.copytree(old / "run_v2", run := tmp_path / "my run")
+    origin = r"the run was trained on \S+/store_v2, so resume it with"
+    checkpoint = run / "checkpoints" / "step_00000004"
+    for source, more in ((run, ()), (checkpoint, ("--output_dir", tmp_path / "branch"))):
+        sentence = f"{origin} --resume_from_checkpoint '{re.escape(str(source))}' --data \\S+/store_v2;"
+        assert_user_error(sentence, train, "--resume_from_checkpoint", source, "--data", old / "store_v1", *more)
 
 
 def test_names_of_cached_stores_stay_the_same():

@@ -74,6 +74,10 @@ def test_file_without_document_ends_is_one_document(store, flags, tmp_path):
     pretokenize.main([*flags, "--dtype", "uint16", "--validation_fraction", "0.1"])
     metadata = TokenStore(tmp_path / "x").metadata
     assert (metadata.train.tokens, metadata.val.tokens, metadata.train.documents) == (900, 100, 1)
+    np.full(42, 65, dtype="<u2").tofile(tmp_path / "train.bin")
+    pretokenize.main([*flags[:-1], str(tmp_path / "y"), "--dtype", "uint16"])
+    metadata = TokenStore(tmp_path / "y").metadata
+    assert (metadata.train.tokens, metadata.val.tokens) == (40, 2)  # one held-out token has no target
 
 
 @pytest.mark.parametrize(
@@ -87,11 +91,13 @@ def test_file_without_document_ends_is_one_document(store, flags, tmp_path):
         (b"\1\0" * 50, [], r"--import_tokens needs --dtype \(uint16, int16, uint32, int32, int64\)"),
         (b"\1\0" * 50, ["--dtype", "float32"], r"invalid choice: 'float32'"),
         (b"\1\0" * 50, ["--dtype", "uint16", "--cleaning", "none"], r"cleaning cannot be combined with import_tokens"),
-        (b"\1\0", ["--dtype", "uint16"], r"has one token, which cannot be divided; give --val"),
+        (b"\1\0" * 2, ["--dtype", "uint16"], r"has 2 tokens, too few to hold out two; give --val"),
+        (b"\1\0", ["--dtype", "uint16", "--val", "train.bin"], r"train.bin has one token, but validation needs two"),
         (None, ["--dtype", "uint16"], r"train\.bin cannot be read: No such file"),
     ],
 )
-def test_wrong_files_end_in_one_sentence(flags, tmp_path, content, more, sentence):
+def test_wrong_files_end_in_one_sentence(flags, tmp_path, content, more, sentence, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "train.bin"
     path.unlink() if content is None else path.write_bytes(content)
     assert_one_sentence(sentence, pretokenize.main, [*flags, *more])

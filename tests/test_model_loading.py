@@ -48,12 +48,14 @@ def test_models_saved_by_transformers_are_loaded(tmp_path, model, options):
 
 def test_a_model_with_settings_that_transformers_refuses_to_save_is_saved_without_them(tmp_path):
     folder = saved(tmp_path, GPT2ScratchForCausalLM(GPT2ScratchConfig(**SIZE)))
-    changed("generation_config.json", temperature=0.7, eos_token_id=3)(folder)
+    refused, valid = {"temperature": 0.7, "pad_token_id": -1}, {"repetition_penalty": 1.1, "max_new_tokens": 9}
+    changed("generation_config.json", **refused, **valid, eos_token_id=3)(folder)
     model, _ = load_any_model(folder)
     model.generation_config.eos_token_id = [3, 2]
     model.save_pretrained(folder)
     content = json.loads((folder / "generation_config.json").read_text())
-    assert (content["eos_token_id"], content.get("temperature")) == ([3, 2], None)
+    assert (content["eos_token_id"], {*refused} & {*content}) == ([3, 2], set())
+    assert {name: content[name] for name in valid} == valid
 
 
 def changed(name: str, **values):

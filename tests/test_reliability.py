@@ -179,6 +179,8 @@ def test_a_branch_does_not_change_its_run_and_the_same_command_resumes_it(run, t
     assert_user_error(r"contains another run \(learning_rate", train, branch, *arguments, learning_rate=0.02)
     later = ("--resume_from_checkpoint", str(run / "checkpoints" / "step_00000006"))
     assert_user_error(r"contains another run \(first step 3 -> 6\)", train, branch, *later)
+    (branch / "events.jsonl").unlink()
+    train(branch, *arguments)  # its first step is not known
 
 
 def test_a_lost_branch_is_restored_from_its_backup(run, train, tmp_path, capsys):
@@ -191,6 +193,8 @@ def test_a_lost_branch_is_restored_from_its_backup(run, train, tmp_path, capsys)
     assert f"step_00000009 is restored from {drive}/branch" in capsys.readouterr().out
     shutil.rmtree(branch)
     assert_user_error("drive/branch contains another run", train, branch, *arguments, max_steps=9, learning_rate=0.02)
+    later = ("--resume_from_checkpoint", str(run / "checkpoints" / "step_00000006"), *arguments[2:])
+    assert_user_error(r"drive/branch contains another run \(first step 3 -> 6\)", train, branch, *later, max_steps=9)
     checkpoint = drive / "branch" / "checkpoints" / "step_00000006"
     named = ("--resume_from_checkpoint", str(checkpoint), "--backup_dir", str(drive))
     train(branch, *named, "--plan", "--plan_steps", "0", max_steps=12)  # copies the checkpoint, as a command that fails
@@ -263,9 +267,9 @@ def test_resume_command_names_the_options_of_the_launcher(monkeypatch):
         (f"{accelerate} --num_processes=2 --config_file=a/b.yaml",) * 2,
         (f"/home/me/bin/{torchrun}", torchrun),
         ("-u -m torch.distributed.run", "python -u -m torch.distributed.run"),
+        ("-m accelerate.commands.launch", "python -m accelerate.commands.launch --num_processes 2"),
     ):
-        line = [sys.executable, *given.split(), *sys.argv]
-        monkeypatch.setattr(psutil.Process, "cmdline", lambda _, line=line: line)
+        monkeypatch.setattr("training.runtime.launcher.LAUNCHER_LINE", [sys.executable, *given.split(), sys.argv[0]])
         assert launch_words() == [*expected.removeprefix("/home/me/bin/").split(), "train_accelerate.py"]
 
 

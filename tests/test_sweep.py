@@ -51,6 +51,9 @@ def test_a_killed_sweep_continues_after_its_finished_and_failed_runs(store, run,
     assert (first / "metrics.jsonl").read_bytes() == log
     assert [event["event"] for event in lines(second / "events.jsonl")].count("resumed") == 1
     assert capsys.readouterr().out.count("| finished |") == 3
+    shutil.rmtree(first / "checkpoints")
+    sweep.main([*arguments[:-1], "learning_rate=0.01"])
+    assert "learning_rate=0.01 is finished. It has no checkpoints" in capsys.readouterr().out
 
 
 def test_a_signal_ends_the_sweep_after_its_run_is_saved_and_each_sweep_has_its_own_backup(store, tmp_path, spawn):

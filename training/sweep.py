@@ -21,6 +21,7 @@ from common.command_line import HELP, FlagParser, flag_name, run, split_flags
 from common.errors import Problems, UserError
 from common.limits import setting
 from common.removal import refuse_replacing
+from common.settings_file import read_yaml
 from training import compare_runs
 from training.checkpoints.status import read_status
 from training.config import read_config
@@ -65,6 +66,11 @@ def main(arguments: list[str]) -> None:
     failures, start = [], None
     for command, config in zip(commands.values(), configs, strict=True):
         folder = config.run.folder
+        is_finished = read_status(folder.status).get("state") == "finished" and not config.run.overwrite_output_dir
+        # A run with checkpoints reports this itself, after it compared its text too.
+        if is_finished and folder.newest_step() == 0 and not config.settings.differences(read_yaml(folder.config)):
+            print(f"{folder.path} is finished. It has no checkpoints, so its text was not compared.")
+            continue
         if drive and Path(drive).is_dir() and not config.cost.plan:
             with suppress(OSError):  # each run reports it
                 Path(drive, base.name).mkdir(exist_ok=True)

@@ -91,13 +91,13 @@ class ImportedSplit:
 
     def divided_at(self, fraction: float) -> int:
         """Return the first token of the end that is held out: about `fraction` of all, from the start of a document if
-        one is near. Raise a `UserError` for a single token."""
-        if len(self.ids) < 2:
-            raise UserError(f"{self.path} has one token, which cannot be divided; give --val.")
-        target = min(len(self.ids) - 1, max(1, round(len(self.ids) * (1 - fraction))))
+        one is near. Raise a `UserError` for fewer than three tokens: validation needs two."""
+        if (last := len(self.ids) - 2) < 1:
+            raise UserError(f"{self.path} has {len(self.ids)} tokens, too few to hold out two; give --val.")
+        target = min(last, max(1, round(len(self.ids) * (1 - fraction))))
         nearest = int(self.ends[np.argmin(np.abs(self.ends - target))])
         is_near = abs(nearest - target) < len(self.ids) * fraction / 2
-        return nearest if is_near and nearest < len(self.ids) else target
+        return nearest if is_near and nearest <= last else target
 
     def write(self, folder: Path, split: str, start: int, stop: int, lengths: np.ndarray) -> tuple[int, int, int]:
         """Write a part of the ids and its index. Return its numbers of tokens, documents and bytes of text.
@@ -135,6 +135,8 @@ def import_store(
     size, eos, problems = len(tokenizer), tokenizer.eos_token_id, Problems()
     splits = [problems.add_of(ImportedSplit, [path, dtype, size, eos]) for path in paths]
     problems.refuse()
+    if len(splits[-1].ids) < 2:
+        raise UserError(f"{paths[-1]} has one token, but validation needs two.")
     texts = encode.token_bytes(tokenizer.backend_tokenizer)
     # Decoders such as SentencePiece's strip the space at the start of a text.
     decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)

@@ -26,24 +26,25 @@ FILTER_BITS = 20
 
 def memorization(model: PreTrainedModel, store: TokenStore, texts: int, span: int, seed: int) -> dict[str, Any]:
     """Return the share of spans that occur in the training split, as JSON data. Only one process calls this. Raise a
-    `UserError` if all texts of the model, or all documents of the validation split, are shorter than a span."""
+    `UserError` if the validation split, before the model writes, or the model's texts have no span."""
     eos, val = store.metadata.eos_token_id, store.memory_map("val")
     if len(val) < 2 * span:
         raise UserError(
             f"{len(val)} tokens of held-out text are too few for spans of {span}; use a smaller --memorization_span."
         )
-    length = min(LENGTH, max(span, len(val) // 2))
-    pieces = np.arange(0, len(val) - length + 1, length)  # disjoint, as independent as the texts of the model
-    starts = np.random.default_rng(seed).permutation(pieces)[:texts]
-    held_out = [np.asarray(val[start : start + length], dtype=np.int64) for start in starts]
+    pieces = held_out_pieces(val, store.offsets("val"))
+    order = np.random.default_rng(seed).permutation(len(pieces))[:texts]
+    held_out = [np.asarray(pieces[i], dtype=np.int64) for i in order]
+    if not any(len(spans(piece, eos, span)) for piece in held_out):
+        raise UserError(
+            f"No piece of the validation split has {span} tokens of one document; use a smaller --memorization_span."
+        )
     opening = [held_out[i % len(held_out)][:1] if eos is None else np.array([eos]) for i in range(texts)]
     texts_of_model = generate_texts(model, np.stack(opening), eos, seed)
     of_texts = [spans(text, eos, span) for text in (*texts_of_model, *held_out)]
     counts = np.split(np.array([len(rows) for rows in of_texts]), [texts])
-    sources = ("the texts that the model wrote", "the validation split")
-    for source, part in zip(sources, counts, strict=True):
-        if not part.sum():
-            raise UserError(f"No document in {source} has at least {span} tokens; use a smaller --memorization_span.")
+    if not counts[0].sum():
+        raise UserError(f"No text that the model wrote has at least {span} tokens; use a smaller --memorization_span.")
     looked_up = np.concatenate(of_texts)
     places = find_spans(store.memory_map("train"), looked_up)
     ends = np.cumsum(np.concatenate(counts))[:-1]
@@ -66,6 +67,14 @@ def memorization(model: PreTrainedModel, store: TokenStore, texts: int, span: in
         "held_out_share_stderr": held_out_stderr,
         "example": example,
     }
+
+
+def held_out_pieces(tokens: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
+    """Return disjoint parts of held-out text, as independent as the texts of the model: `LENGTH` tokens each. A split
+    with fewer than two of these is divided into its documents, or one document into halves."""
+    if len(tokens) >= 2 * LENGTH:
+        return np.split(tokens, np.arange(LENGTH, len(tokens) + 1, LENGTH))[:-1]
+    return np.split(tokens, offsets[1:-1] if len(offsets) > 2 else [len(tokens) // 2])
 
 
 def generate_texts(model: PreTrainedModel, opening: np.ndarray, eos: int | None, seed: int) -> list[np.ndarray]:

@@ -5,6 +5,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from inspect import get_annotations
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 import torch
@@ -99,7 +100,8 @@ def compare(
             refusals.append(f"{sentence}, so its moments do not fit; start a new run in another --output_dir")
         elif name in settings.refused.union(fields) - exceptions:
             store = find_cached(old["data"]) if name in ("tokenizer", "data") else None
-            command = f"--resume_from_checkpoint {run_of(checkpoint)} --data {store}"
+            source = settings.values.get("resume_from_checkpoint") or run_of(checkpoint)
+            command = join(["--resume_from_checkpoint", str(source), "--data", str(store)])
             origin = f"the run was trained on {store}, so resume it with {command}; " if store is not None else ""
             refusals.append(f"{sentence}; {origin}if this is intended, add --allow_change {name}")
     if str(checkpoint_model.dtype) not in ("None", "float32", "torch.float32"):

@@ -15,7 +15,7 @@ from training.checkpoints.backup import Backup
 from training.checkpoints.checkpoint import TrainState
 from training.checkpoints.metrics import read_events
 from training.checkpoints.run_folder import CONFIG_FILE, RunArguments, RunFolder, is_checkpoint, put_back, run_of
-from training.checkpoints.status import check_run_format, first_step
+from training.checkpoints.status import check_run_format
 from training.data.batches import START, DataPosition
 from training.plan.compatibility import RunSettings
 
@@ -77,12 +77,10 @@ def choose_checkpoint(
     elif overwrites:
         checkpoint = None
     else:
+        first_step = checkpoints.step_of(source) if is_branch and not is_backup and is_checkpoint(source) else None
         if has_begun:
-            _refuse_another(folder.path, read_yaml(run_of(folder.path) / CONFIG_FILE), settings)
-            step = first_step(read_events(folder.events))
-            if is_branch and not is_backup and is_checkpoint(source) and step != checkpoints.step_of(source):
-                raise _another_run(folder.path, [f"first step {step} -> {checkpoints.step_of(source)}"])
-        checkpoint = _newest(folder, backup, None if is_restored else settings, say)
+            _refuse_another(folder, read_yaml(run_of(folder.path) / CONFIG_FILE), settings, first_step)
+        checkpoint = _newest(folder, backup, None if is_restored else settings, say, first_step)
         if checkpoint is None and source is not None:  # neither the folder nor its backup has begun
             checkpoint = _named_checkpoint(source, folder, None, None, say)
     is_own = checkpoint is not None and checkpoint.parent.resolve() == folder.checkpoints.resolve()
@@ -95,15 +93,19 @@ def choose_checkpoint(
 
 
 def _newest(
-    folder: RunFolder, backup: Backup | None, settings: RunSettings | None, say: Callable[[str], None]
+    folder: RunFolder,
+    backup: Backup | None,
+    settings: RunSettings | None,
+    say: Callable[[str], None],
+    first_step: int | None = None,
 ) -> Path | None:
     """Return the newest checkpoint of the folder and its backup. A newer one in the backup is copied to the folder
-    first. `settings` (None: the run's own) must match those of the run in the backup."""
+    first. `settings` and `first_step` (None: the run's own) must match those of the run in the backup."""
     problems = Problems()
     checkpoint = problems.add_of(folder.newest_checkpoint, [say])
     if backup is not None:
         step = checkpoints.step_of(checkpoint) if checkpoint is not None else -1
-        copy = backup.restore(step, lambda values: _refuse_another(backup.there.path, values, settings))
+        copy = backup.restore(step, lambda values: _refuse_another(backup.there, values, settings, first_step))
         checkpoint = copy or checkpoint
     if checkpoint is None:
         problems.refuse()
@@ -117,17 +119,19 @@ def _fetched(checkpoint: Path, backup: Backup) -> Path:
         raise UserError(f"{checkpoint} is damaged: {damage}. Resume from another checkpoint.") from damage
 
 
-def _refuse_another(folder: Path, settings_of_run: dict[str, Any], settings: RunSettings | None) -> None:
-    """Raise a `UserError` that names the settings of the run in the folder that differ."""
-    if settings is not None and (changes := settings.differences(settings_of_run)):
-        raise _another_run(folder, changes)
-
-
-def _another_run(folder: Path, changes: list[str]) -> UserError:
-    return UserError(
-        f"{folder} contains another run ({', '.join(changes)}); use another --output_dir, resume that run with "
-        f"--resume_from_checkpoint {quote(str(folder))}, or delete it with --overwrite_output_dir."
-    )
+def _refuse_another(
+    run: RunFolder, settings_of_run: dict[str, Any], settings: RunSettings | None, first_step: int | None
+) -> None:
+    """Raise a `UserError` that names the settings of the run that differ, or the step at which it branched off."""
+    changes = settings.differences(settings_of_run) if settings is not None else []
+    starts = [event["step"] for event in read_events(run.events) if event["event"] in ("begun", "resumed")]
+    if first_step is not None and starts[:1] not in ([], [first_step]):
+        changes.append(f"first step {starts[0]} -> {first_step}")
+    if changes:
+        raise UserError(
+            f"{run.path} contains another run ({', '.join(changes)}); use another --output_dir, resume that run with "
+            f"--resume_from_checkpoint {quote(str(run.path))}, or delete it with --overwrite_output_dir."
+        )
 
 
 def _named_checkpoint(

@@ -33,25 +33,26 @@ def launch_words() -> list[str]:
     The number of processes is added if it comes from a file or from the GPUs of this machine."""
     if not is_launched():
         return ["python", "train_accelerate.py"]
-    words = _launcher_words()
+    words = LAUNCHER_LINE
     if len(words) < 3:  # it has exited
         words = ["python", "accelerate", "launch", "--quiet", "train_accelerate.py"]
     *words, script = ["python"] * words[1].startswith("-") + words[1:]
     words[0] = Path(words[0]).name
     processes = os.environ.get("WORLD_SIZE", "1")
-    if words[0] == "accelerate" and processes != "1" and not launcher_option("num_processes"):
+    is_accelerate = any(word.startswith("accelerate") for word in words[:4])  # also python -m
+    if is_accelerate and processes != "1" and not launcher_option("num_processes"):
         words += ["--num_processes", processes]
     return [*words, script]
 
 
 def launcher_option(name: str) -> str:
-    """Return the value of an option of the launcher. It is empty without the option, or if the launcher has exited."""
-    words = [part for word in _launcher_words() for part in word.split("=", 1)]
+    """Return the value of an option of the launcher. It is empty without the option or a launcher."""
+    words = [part for word in LAUNCHER_LINE for part in word.split("=", 1)]
     return {word.replace("-", "_"): value for word, value in pairwise(words)}.get(f"__{name}", "")
 
 
 def _launcher_words() -> list[str]:
-    """Return the launcher's command line up to the script, or an empty list if the launcher has exited."""
+    """Return the parent's command line up to the script of this process, or an empty list if the parent has exited."""
     with suppress(psutil.Error):
         line = psutil.Process(PARENT).cmdline()
         return line[: len(line) - len(sys.argv) + 1]
@@ -83,4 +84,5 @@ def die_with_launcher(enable: bool) -> None:
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL if enable else 0)
 
 
+LAUNCHER_LINE = _launcher_words()  # read at the start: the launcher may be killed before this process stops
 die_with_launcher(True)
