@@ -21,6 +21,7 @@ import yaml
 
 from common import interrupt, limits
 from common.errors import Problems, UserError
+from common.removal import is_marked
 from common.settings_file import read_yaml
 
 REPORT_SECONDS = 10.0  # time for which other processes of a job wait while one reports a shared problem
@@ -162,7 +163,7 @@ class FlagParser:
         for name, content in settings.items():
             location, words = f" in {path}", content if isinstance(content, list) else [content]
             if name not in self.limits:
-                self._add_unknown("key", name, problems, f"{path}: ")
+                self._add_unknown("key", name, problems, f"{path}: ", is_marked(path.parent, "run"))
             elif content is None and type(None) in get_args(self.hints[name]):
                 values[name] = None
             elif content is None:
@@ -177,7 +178,9 @@ class FlagParser:
                 values |= self._read(name, words, problems, location) if words else {name: []}
         return values
 
-    def _add_unknown(self, kind: str, word: str, problems: Problems, location: str = "") -> None:
+    def _add_unknown(
+        self, kind: str, word: str, problems: Problems, location: str = "", is_of_run: bool = False
+    ) -> None:
         dashes, hint, name = "--" if kind == "flag" else "", "See --help for the list.", flag_name(word)
         content = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
         answer = content.get(name, [])
@@ -191,7 +194,8 @@ class FlagParser:
             hint = "It is an option of accelerate launch: name it before the script (docs/multi_gpu.md)."
         elif names := difflib.get_close_matches(name, settings, n=1):
             hint = f"Did you mean {dashes}{names[0]}?"
-        problems.add(f"{location}Unknown {kind} {word}. {hint}", *names)
+        update = " If a newer version of GPT2Scratch wrote it, update with `git pull`." if is_of_run else ""
+        problems.add(f"{location}Unknown {kind} {word}. {hint}{update}", *names)
 
     def describe(self, is_complete: bool, file: dict[str, Any], path: Path | None) -> str:
         """Return the text of `--help_all`, or of `--help`: the main flags and the names of all groups.

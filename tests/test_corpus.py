@@ -294,6 +294,10 @@ def test_quotes_and_separators_of_tables(tmp_path):
     rows = ['1\t"Big" 5" pipe', "", '2\t"Yes" said she', '3\t"Unclosed', "4\tfour"]
     texts = ['Big 5" pipe', '"Yes" said she', '"Unclosed', "four"]  # a field before a blank line is the reader's
     assert documents(write(tmp_path / "e.tsv", "\n".join(["id\ttext", *rows]))) == texts
+    methods = [f"class A{i}:\n\tx = {i}\n\ty = ''\n" for i in range(9000)]  # each line looks like a record
+    with (tmp_path / "f.tsv").open("w", newline="") as file:
+        csv.writer(file, delimiter="\t").writerows([["id", "text"], *enumerate(methods)])
+    assert documents(tmp_path / "f.tsv") == methods
     rows = '"Title\nof ""two""\nlines"\n"Yes" he said\n"No"\n'
     assert documents(write(tmp_path / "d.tsv", f"text\n{rows}")) == ['Title\nof "two"\nlines', '"Yes" he said', "No"]
     assert documents(write(tmp_path / "b.csv", "prose,label (0;1;2)\none,0\ntwo,1\n")) == ["one", "two"]

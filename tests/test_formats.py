@@ -14,6 +14,7 @@ from test_export import rows, unpacked
 import generate
 import train_accelerate
 from common.atomic import file_sha256
+from common.removal import mark
 from conftest import REPOSITORY, assert_user_error, contents, reset_accelerate
 from tokenizer import inspect, pretokenize
 from tokenizer.build import export
@@ -52,10 +53,12 @@ def test_older_run_generates_and_resumes_to_its_original_loss(old, version, loss
 def test_same_command_resumes_a_run_that_lacks_a_new_setting(old):
     run, command = old / "run_v2", old / "command.yaml"
     content = (run / "config.yaml").read_text().replace("data: data/store", f"data: {old / 'store_v2'}")
-    command.write_text(content)
+    command.write_text(content.replace("initializer_range: 0.02\n", ""))
     assert "bf16_residual: false\n" in content
-    (run / "config.yaml").write_text(content.replace("bf16_residual: false\n", ""))
+    content = content.replace("bf16_residual: false\n", "").replace("range: 0.02\n", "range: 0.03\n")
+    (run / "config.yaml").write_text(content)
     train("--config", command, "--output_dir", run)
+    assert "initializer_range: 0.03\n" in (run / "config.yaml").read_text()  # of its initial weights
     assert (run / "checkpoints" / "step_00000006").is_dir()
 
 
@@ -153,3 +156,12 @@ def test_files_of_newer_versions_are_refused_and_kept(old, file, use, monkeypatc
     assert_user_error(r"was written by a newer version of GPT2Scratch \(format 9; .* `git pull`\.", use, old)
     after = contents(old)
     assert {path: after[path] for path in before} == before
+
+
+@pytest.mark.parametrize("file", ["store_v2/metadata.json", "run_v2/config.yaml"])
+def test_an_unknown_key_may_be_that_of_a_newer_version(old, file):
+    text = (old / file).read_text()
+    is_json = file.endswith("json")
+    (old / file).write_text(text.replace("{", '{"of_tomorrow": 1, ', 1) if is_json else text + "of_tomorrow: 1\n")
+    mark(old / "run_v2", "run")
+    assert_user_error(r"of_tomorrow.* If a newer version of GPT2Scratch wrote it, update with", resume, old)

@@ -114,6 +114,12 @@ def finished(tmp_path):
     return make(tmp_path / "text", LINES[:5000]).folder
 
 
+def test_keys_that_older_versions_refuse_are_written_only_with_a_value(finished):
+    assert (
+        not {"validation_splits", "licenses", "commits"} & json.loads((finished / "metadata.json").read_text()).keys()
+    )
+
+
 def shorten(path: Path, n_bytes: int) -> None:
     path.write_bytes(path.read_bytes()[:-n_bytes])
 

@@ -11,12 +11,13 @@ import yaml
 
 from common.command_line import FlagParser, fill
 from common.errors import UserError
+from common.settings_file import read_yaml
 from tokenizer.build.recipe import Recipe
 from tokenizer.cleaning.cleaning import CleaningArguments
 from tokenizer.cleaning.dedup import DedupArguments
 from tokenizer.corpus.units import CorpusArguments
 from tokenizer.encoding.vocabulary import VocabularyArguments
-from training.checkpoints.backup import BackupArguments
+from training.checkpoints.backup import BackupArguments, earlier_run
 from training.checkpoints.checkpoint import CheckpointArguments
 from training.checkpoints.loading import find_model
 from training.checkpoints.pretrained import architecture_of
@@ -256,7 +257,6 @@ def _decide(config: TrainConfig, flags: dict[str, Any], path: Path) -> TrainConf
     is_pretrained = config.pretrained_source is not None
     optim = with_defaults(config.optim, {*config.sources}, config.batch.tokens_per_step, config.model, is_pretrained)
     settings = {name: value for name, value in vars(optim).items() if name not in config.sources}
-    settings["initializer_range"] = config.model.initializer_range or config.model.usual_initializer_range
     if not FILES & flags.keys():  # the settings of the default file for its own text
         if "vocab_size" not in flags and not config.trains_bpe:
             settings["vocab_size"] = None
@@ -267,7 +267,12 @@ def _decide(config: TrainConfig, flags: dict[str, Any], path: Path) -> TrainConf
         settings["induction_init"] = False
     if config.run.output_dir is None:
         settings["output_dir"] = _default_folder(config, flags, path)
-    return config.with_settings(settings)
+    config = config.with_settings(settings)
+    if (initializer_range := config.model.initializer_range) is None:
+        earlier = earlier_run(config.run, config.backup.backup_dir)  # whose weights an older version may have made
+        recorded = read_yaml(earlier.config).get("initializer_range") if earlier is not None else None
+        initializer_range = recorded or config.model.usual_initializer_range
+    return config.with_settings({"initializer_range": initializer_range})
 
 
 def _default_folder(config: TrainConfig, flags: dict[str, Any], path: Path) -> str:

@@ -5,7 +5,6 @@ import json
 import math
 import operator
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from tokenizer.build.recipe import Recipe
 from tokenizer.build.worker import HASHED_CHARACTERS, DocumentSettings, Part, StorePlan, Workers, done_parts
 from tokenizer.cleaning import cleaning
 from tokenizer.cleaning.dedup import MinHasher
-from tokenizer.corpus.chat import ChatTemplate
+from tokenizer.corpus.chat import TURN_MARK, ChatTemplate
 from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit
 from tokenizer.corpus.file_finder import TextFile
 from tokenizer.corpus.files import TOLERATED_SHARE, is_packed
@@ -251,7 +250,10 @@ class StoreBuilder:
         if not self.corpus.has_chats:
             if name is not None:
                 inputs = ", ".join(self.recipe.inputs)
-                raise UserError(f"chat_template is {name}, but {inputs} has no chats; leave out chat_template.")
+                raise UserError(
+                    f"chat_template is {name}, but {inputs} has no chat whose messages all have a role and text; leave "
+                    "out chat_template."
+                )
             return None, [], {}
         tokenizer = self.recipe.existing_tokenizer
         source = None if name is not None else getattr(tokenizer, "chat_template", None)
@@ -263,7 +265,7 @@ class StoreBuilder:
         if source is None:
             remedy = "give --chat_template chatml or a file" + f", or {FINE_TUNING}" * (tokenizer is not None)
             raise UserError(f"The text has chats, but no chat template is known; {remedy}.")
-        marks = list(dict.fromkeys(re.findall(r"<\|\w+\|>", source)))  # such as those that end a turn
+        marks = list(dict.fromkeys(TURN_MARK.findall(source)))  # such as those that end a turn
         if tokenizer is not None:
             special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
             missing, variables = [mark for mark in marks if mark not in special], tokenizer.special_tokens_map
@@ -275,6 +277,7 @@ class StoreBuilder:
             return source, special, variables
         if arguments.tokenizer_type == "character":
             raise UserError("Chats need control tokens, but a character tokenizer has none; leave out tokenizer_type.")
+        marks += ChatTemplate(source, ()).marks
         control = list(dict.fromkeys([vocabulary.END_OF_TEXT, *marks, *arguments.special_tokens]))
         return source, control, dict.fromkeys(["bos_token", "eos_token"], vocabulary.END_OF_TEXT)
 

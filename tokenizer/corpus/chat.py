@@ -1,6 +1,7 @@
 """Chat templates: render the messages of a record as text (Jinja, as in Transformers)."""
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,8 @@ CHATML = (
     "{% else %}{{ message['content'] }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"
 )
-MARKS = range(0x100000, 0x10FFFE)  # private-use characters that mask text that looks like a control token
+TURN_MARK = re.compile(r"<\|\w+\|>")
+MASKS = range(0x100000, 0x10FFFE)  # private-use characters that mask text that looks like a control token
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}  # role names of ShareGPT
 
 
@@ -55,6 +57,15 @@ class ChatTemplate:
         return re.compile(f"({'|'.join(map(re.escape, tokens)) or '(?!)'})")
 
     @property
+    def marks(self) -> list[str]:
+        """Marks such as `<|user|>` that it writes for the usual roles, also if it composes them of a role's name."""
+        texts = []
+        for roles in (("system", "user", "assistant"), ("user", "assistant")):  # a template may refuse `system`
+            with suppress(ValueError):
+                texts += [text for text, _ in self.segments([{"role": role, "content": ""} for role in roles])]
+        return TURN_MARK.findall("".join(texts))
+
+    @property
     def ends_turns(self) -> bool:
         """Whether a control token, and at most blanks after it, ends the assistant's answer; also if the template
         refuses the chat that this is tried with."""
@@ -73,7 +84,7 @@ class ChatTemplate:
         if chat is None:
             raise ValueError("it is not a list of messages with role and content")
         content = "".join(part for message in chat for part in message.values())
-        free = (chr(mark) for mark in MARKS if chr(mark) not in content)
+        free = (chr(mark) for mark in MASKS if chr(mark) not in content)
         marks: dict[str, str] = {}
 
         def masked_token(match: re.Match) -> str:

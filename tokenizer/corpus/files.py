@@ -117,8 +117,10 @@ def check_text(head: bytes, path: str, may_skip: bool = False) -> None:
     is_compressed = invalid > limit and len(head) - len(head.translate(None, NOT_OF_TEXT)) > limit
     # The lengths and versions in the first bytes of most binary files have several NUL bytes.
     if is_compressed or SIGNATURES.match(head) or head.count(0) > max(1, limit) or head[:32].count(0) > 2:
-        command = f"with {unpack_command(path)}" if path.endswith(PACKED_STORE) else "or convert it to text"
-        raise BinaryError(f"{path} is a binary file; unpack it {command}.")
+        remedy = "unpack it or convert it to text"
+        if path.endswith(PACKED_STORE):
+            remedy += f"; if it is a packed token store, unpack it with {unpack_command(path)}"
+        raise BinaryError(f"{path} is a binary file; {remedy}.")
     if may_skip and invalid > limit:
         place = f"{invalid:,} of the first {len(head):,} bytes are invalid, the first in line {first_bad_line(path):,}"
         raise UnreadableError(f"{path} is not UTF-8 text: {place}; convert it to UTF-8.")

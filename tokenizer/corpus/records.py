@@ -87,7 +87,7 @@ def _csv(part: ByteRange) -> Records:
         lines = _lines(file, part)
         header = next(lines, "")
         delimiter = max("\t,;" if files.suffix(part.path) == ".tsv" else ",\t;", key=ENCLOSED.sub("", header).count)
-        if delimiter == "\t":
+        if delimiter == "\t" and not _quotes_like_csv(part.path):
             lines = _with_quotes(lines, header.count("\t"))
         reader = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=delimiter != "\t")
         while True:
@@ -103,6 +103,20 @@ def _csv(part: ByteRange) -> Records:
             if record and any(value.strip() for value in record.get(None, [])):
                 record = None  # more values than columns: a separator within an unquoted text
             yield record, {"line": reader.reader.line_num}
+
+
+def _quotes_like_csv(path: str) -> bool:
+    """Return whether a file separated by tabs quotes texts with tabs or lines: one at its start does, and all records
+    there are whole."""
+    head = io.StringIO(files.head(path).decode("utf-8-sig", "replace"), newline="")
+    rows = []
+    try:
+        rows.extend(csv.reader(head, delimiter="\t", strict=True))
+    except csv.Error as error:
+        if "unexpected end" not in str(error):  # which is that of the sample
+            return False
+    is_needed = any(set("\t\r\n").intersection(field) for row in rows for field in row)
+    return is_needed and {len(row) for row in rows[:-1] if row} == {len(rows[0])}
 
 
 def _with_quotes(lines: Iterator[str], tabs: int) -> Iterator[str]:

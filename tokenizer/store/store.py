@@ -18,7 +18,7 @@ import itertools
 import json
 import os
 import shlex
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -232,7 +232,9 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / "metadata.json"
     if not TokenStore.is_store(folder):
         if folder.name.endswith(PACKED_STORE) and folder.is_file():
-            raise UserError(f"{folder} is a packed token store; unpack it with {unpack_command(folder)}.")
+            raise UserError(
+                f"{folder} is an archive; if it is a packed token store, unpack it with {unpack_command(folder)}."
+            )
         if folder.is_dir() and any((folder / f"{split}.bin").exists() for split in SPLITS):
             raise UserError(
                 f"{folder} has token ids, but no metadata.json: copy the whole token store, or convert ids of another "
@@ -250,6 +252,11 @@ def read_metadata(folder: Path) -> Metadata:
             content = schema.read(path, dict[str, Any])
         version = content.get("format_version")
         check_format(folder, schema.build(version, int, "format_version"), FORMAT_VERSION)
+        if version != 1 and (unknown := content.keys() - {part.name for part in fields(Metadata)}):
+            raise UserError(
+                f"{path} has the unknown key {min(unknown)}. If a newer version of GPT2Scratch wrote it, update with "
+                "`git pull`."
+            )
         metadata = schema.build(_from_format_1(content) if version == 1 else content, Metadata)
         if version != 1:
             _check_counts(metadata)
@@ -290,6 +297,6 @@ def finish(folder: Path, splits: dict[str, tuple[int, int, int]], **about: Any) 
     }
     metadata = Metadata(**parts, tokenizer_sha256=file_sha256(folder / "tokenizer" / "tokenizer.json"), **about)
     # Older versions refuse newer keys.
-    newer = ("validation_splits", "licenses")
+    newer = ("validation_splits", "licenses", "commits")
     content = {name: value for name, value in asdict(metadata).items() if value or name not in newer}
     write_atomic(folder / "metadata.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
