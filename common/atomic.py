@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from common.removal import discard
 
@@ -18,33 +17,20 @@ PIECE_BYTES = 1 << 20
 def write_atomic(path: Path, text: str) -> None:
     """Write a text file, force it to disk, and rename it into place."""
     draft = path.with_name(path.name + ".tmp")
-    with draft.open("wb") as file:
-        file.write(text.encode(errors="backslashreplace"))  # file names may not be UTF-8
-        fsync(file)
+    draft.write_bytes(text.encode(errors="backslashreplace"))  # file names may not be UTF-8
+    fsync(draft)
     os.replace(draft, path)
 
 
-def fsync(file: BinaryIO) -> None:
-    """Force written data to disk, so that it survives a power cut, if the drive supports it."""
-    file.flush()
-    with _where_possible():
-        os.fsync(file.fileno())
-
-
-def fsync_path(path: Path) -> None:
-    """Force a closed file, or the entries of a folder, to disk, if the drive supports it."""
-    with _where_possible():
+def fsync(path: Path) -> None:
+    """Force a closed file, or the entries of a folder, to disk, so that it survives a power cut, if the drive supports
+    that."""
+    try:
         descriptor = os.open(path, os.O_RDONLY)  # some drives cannot open folders
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-@contextmanager
-def _where_possible() -> Iterator[None]:
-    try:
-        yield
     except OSError as error:
         if error.errno not in CANNOT_SYNC:
             raise
@@ -74,7 +60,7 @@ def copy_file(source: Path, target: Path) -> str:
         while piece := reader.read(PIECE_BYTES):
             digest.update(piece)
             size += writer.write(piece)
-        fsync(writer)
+    fsync(target)
     if (length := target.stat().st_size) != size:
         raise OSError(f"{target} has {length:,} bytes after {size:,} were written")
     return digest.hexdigest()
@@ -91,12 +77,12 @@ def unfinished_path(path: Path, suffix: str = ".unfinished", patterns: Iterable[
             draft.mkdir()  # no parents: if a drive is unmounted, they would be created on the local disk
         yield draft
         for part in (*draft.glob("*/"), draft):
-            fsync_path(part)
+            fsync(part)
         if patterns:
             discard(path, patterns, replacement=draft)
         else:
             os.replace(draft, path)  # refuses to replace a folder
-        fsync_path(path.parent)
+        fsync(path.parent)
     except BaseException:
         with suppress(OSError):  # the first failure is the one to report
             discard(draft, patterns)

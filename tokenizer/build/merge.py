@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from common import schema
-from common.atomic import write_atomic
+from common.atomic import fsync, write_atomic
 from common.errors import UserError
 from tokenizer.build.worker import DocumentSettings, Part, part_file, row_type
 from tokenizer.cleaning import dedup
@@ -253,7 +253,9 @@ class Merger:
                 obsolete.append(unit)
             n_bytes = sum(size for _, size in self._files())
             if n_bytes > record_bytes + BYTES_BETWEEN_RECORDS or self.progress.done == len(order):
-                self._write_record()
+                for path, _ in self._files():
+                    fsync(path)
+                write_atomic(self.record, schema.sealed(asdict(self.progress)))
                 for part, split in itertools.product(obsolete, SPLITS):
                     part_file(self.work, part, split).unlink(missing_ok=True)
                 obsolete, record_bytes = [], n_bytes
@@ -324,9 +326,3 @@ class Merger:
         for split, size in self.progress.splits.items():
             yield self.folder / tokens_file(split), size.tokens * self.dtype.itemsize
             yield self.folder / index_file(split), size.documents * 8
-
-    def _write_record(self) -> None:
-        for path, _ in self._files():
-            with path.open("ab") as file:
-                os.fsync(file.fileno())
-        write_atomic(self.record, schema.sealed(asdict(self.progress)))

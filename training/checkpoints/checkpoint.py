@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from common import schema
-from common.atomic import copy_file, file_sha256, fsync_path, set_default_permissions, unfinished_path, write_atomic
+from common.atomic import copy_file, file_sha256, fsync, set_default_permissions, unfinished_path, write_atomic
 from common.errors import NONSENSE, UserError, check_format
 from common.limits import free
 from common.removal import discard
@@ -114,7 +114,7 @@ def _seal(folder: Path, step: int) -> None:
     set_default_permissions(folder)
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        fsync_path(path)
+        fsync(path)
         files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
     content = {"format_version": FORMAT_VERSION, "step": step, "files": files}
     write_atomic(folder / MANIFEST, json.dumps(content, indent=2) + "\n")
