@@ -9,8 +9,6 @@ import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other impor
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from common.command_line import FlagParser, run
 from common.errors import Problems, UserError
 from common.limits import setting
@@ -56,7 +54,7 @@ def decode(store: TokenStore, split: str, document: int) -> str:
     offsets = store.offsets(split)
     if not 0 <= document < len(offsets) - 1:
         raise UserError(f"Document {document} does not exist: {split} has documents 0 to {len(offsets) - 2:,}.")
-    ids: np.ndarray = store.memory_map(split)[offsets[document] : offsets[document + 1]]
+    ids = store.memory_map(split)[offsets[document] : offsets[document + 1]]
     if len(ids) and ids[-1] == store.metadata.eos_token_id:
         ids = ids[:-1]
     return store.load_tokenizer().decode(ids.tolist())
