@@ -74,7 +74,9 @@ def main(arguments: list[str]) -> None:
             for checkpoint in checkpoints:
                 release = PublishedModel.read(checkpoint)
                 branch = replace(repository, branch=release.training.branch)
-                publish(release, hub.with_name(f"{hub.name}-{branch.branch}"), branch, options, push.dry_run)
+                folder_of_branch = hub.with_name(f"{hub.name}-{branch.branch}")
+                publish(release, folder_of_branch, branch, options, push.dry_run)
+                discard(folder_of_branch, HUB_FILES)
     except Timeout as error:  # another process already verifies and uploads this folder
         raise UserError(f"{folder} is being published by another process; wait until it ends.") from error
     except BrokenPipeError:  # the program that reads stdout has ended
@@ -103,15 +105,11 @@ def publish(
     if dry_run:
         name = hub if repository.branch is None else "it"
         print(f"Not uploaded (--dry_run): {name} would be uploaded to {repository.id}{as_branch}.")
-        if repository.branch is not None:
-            discard(hub, HUB_FILES)
         return None
     commit = upload(hub, repository)
     with tempfile.TemporaryDirectory() as cache:
         download(repository.id, commit.oid, Path(cache), hub)
         verify_formats(Location(repository.id, options.has_code, commit.oid, Path(cache)), reference, options)
-    if repository.branch is not None:
-        discard(hub, HUB_FILES)
     return str(commit.repo_url)
 
 
