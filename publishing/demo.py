@@ -47,7 +47,6 @@ NAMES = ("__init__", "configuration_gpt2scratch", "modeling_gpt2scratch", "loadi
 CODE_FILES = ["publishing/__init__.py", "publishing/demo_models.py", *(f"modeling_gpt2scratch/{it}.py" for it in NAMES)]
 SPACE |= {name: name for name in CODE_FILES}
 FILES = (*SPACE, "models.json", "requirements.txt", "README.md", "modeling_gpt2scratch/*.py", "**/*.pyc")
-FILES += ("common/chat_rendering.py",)  # of older versions
 # A Space installs gradio and Jinja2 by its sdk_version.
 SPACE_PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
 
