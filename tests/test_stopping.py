@@ -29,6 +29,7 @@ from threading import Thread
 from torch import distributed, ones
 
 from training.runtime.console import say
+from training.guard import stopping
 from training.guard.stopping import EXIT_CODES, Stopper, StoppingArguments
 from training.checkpoints.saver import THREAD
 
@@ -41,7 +42,8 @@ if processes > 1:
 arguments = StoppingArguments(*hours)
 if mode == "slow save":
     Thread(target=time.sleep, args=(600,), name=THREAD, daemon=True).start()
-with Stopper(arguments, processes, grace=1.0) as stopper:
+stopping.GRACE = 1.0
+with Stopper(arguments, processes) as stopper:
     for step in range(steps):
         log.write(f"step {step}\\n")
         while mode == "hang" and step == 3:

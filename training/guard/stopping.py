@@ -55,9 +55,8 @@ class Stopper:
     A thread receives the signals. They therefore work even if the main thread hangs in a collective or waits for the
     device, where Python runs no handlers."""
 
-    def __init__(self, arguments: StoppingArguments, processes: int = 1, grace: float = GRACE):
-        """`grace` is the time to exit in seconds. While a checkpoint is written, there is more."""
-        self.arguments, self.processes, self.grace = arguments, processes, grace
+    def __init__(self, arguments: StoppingArguments, processes: int = 1):
+        self.arguments, self.processes = arguments, processes
         self.requested: str | None = None  # request in this process, which the others may not know yet
         # Records the end of a process that has completed no step and has nothing to save: a signal ends it at once.
         self.end_without_saving: Callable[[str], None] | None = None
@@ -187,7 +186,7 @@ class Stopper:
     def _allow_grace(self) -> None:
         """Set the deadline to exit, because a process stuck in a collective with a dead peer must not keep the device.
         Slow steps get more time, because the exit may take up to two steps."""
-        self._leave_at = min(self._leave_at, time.monotonic() + max(self.grace, 3 * self._longest_step))
+        self._leave_at = min(self._leave_at, time.monotonic() + max(GRACE, 3 * self._longest_step))
 
 
 def _only_note(*_: object) -> None:
