@@ -82,7 +82,6 @@ class Advice(bytes):
         self.ranges.append((start, start + size))
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_WILLNEED"), reason="needs MADV_WILLNEED")
 def test_a_batch_announces_itself_and_the_next(tmp_path):
     tokens = mapped(tmp_path / "train.bin", np.zeros(100_000, dtype=np.uint16))
     batches = TrainBatches(tokens, WindowOrder(100_000, 64, seed=1), BatchPlan(64, 4, 2, 2), rank=1)

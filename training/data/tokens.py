@@ -59,8 +59,7 @@ class MemoryMap:
         self.dtype = dtype
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        if hasattr(mmap, "MADV_RANDOM"):  # read-ahead of megabytes per window stalls a cold file for 100 ms and more
-            self._map.madvise(mmap.MADV_RANDOM)
+        self._map.madvise(mmap.MADV_RANDOM)  # read-ahead of megabytes per window stalls a cold file for 100 ms and more
 
     def tensor(self) -> torch.Tensor:
         with warnings.catch_warnings():
@@ -72,8 +71,6 @@ class MemoryMap:
         """Ask the system to read windows in the background, all at once, instead of waiting for each in turn.
         Pass a batch and the next one: the batch itself was announced before, unless it is the first of a run.
         The only loop over rows, because a system call takes one range: 1 us per row that is already in memory."""
-        if not hasattr(mmap, "MADV_WILLNEED"):
-            return
         itemsize = np.dtype(self.dtype).itemsize
         page_starts = starts * itemsize // mmap.PAGESIZE * mmap.PAGESIZE
         sizes = np.minimum((starts + length) * itemsize, len(self._map)) - page_starts
