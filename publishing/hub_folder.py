@@ -10,7 +10,7 @@ from common.atomic import set_default_permissions, write_atomic
 from common.removal import renew
 from modeling_gpt2scratch import GPT2ScratchConfig, configuration_gpt2scratch, loading
 from modeling_gpt2scratch.conversion_gpt2scratch import native_kind, save, to_native
-from modeling_gpt2scratch.loading import CONFIG, GENERATION, INDEX, SHARDS, TEMPLATES, TOKENIZER, WEIGHTS
+from modeling_gpt2scratch.loading import CONFIG, INDEX, SHARDS, TEMPLATES, TOKENIZER, WEIGHTS
 from publishing.card import FolderArguments, model_card
 from publishing.gguf_file import logit_difference, write_gguf
 from publishing.onnx_file import onnx_config, write_onnx
@@ -22,7 +22,7 @@ from training.checkpoints.run_folder import HUB_FILES
 
 # Only these files are copied: no optimizer state, no logs with paths, no unrelated files.
 CODE = ("configuration_gpt2scratch.py", "modeling_gpt2scratch.py")
-PUBLIC_FILES = (WEIGHTS, SHARDS, INDEX, CONFIG, GENERATION, *TOKENIZER, TEMPLATES, *CODE)
+PUBLIC_FILES = (WEIGHTS, SHARDS, INDEX, CONFIG, *TOKENIZER, TEMPLATES, *CODE)
 OUR_CODE = Path(configuration_gpt2scratch.__file__).parent
 TWIN = "native"  # name of the subfolder with the native twin
 
@@ -50,13 +50,10 @@ def assemble(
         twin = twin.to(release.dtype) if twin.config.model_type == "gpt2" else twin
         save(twin, tokenizer, destination / TWIN if options.has_twin else destination)
     if options.onnx_types and not options.has_weights:
-        _copy(release.folder, (GENERATION, *TOKENIZER, TEMPLATES), destination)
+        _copy(release.folder, (*TOKENIZER, TEMPLATES), destination)
         write_atomic(destination / CONFIG, json.dumps(onnx_config(model.config), indent=2) + "\n")
     if (destination / CONFIG).is_file():
-        if not (destination / GENERATION).is_file():
-            model.generation_config.save_pretrained(destination)
-        # The tokens that end a text.
-        _set(destination / GENERATION, "eos_token_id", model.generation_config.eos_token_id)
+        model.generation_config.save_pretrained(destination)  # with the tokens that end a text
     for path in destination.rglob("tokenizer_config.json"):
         _set(path, "auto_map", None)  # code of the tokenizer's author
     for plot in release.plots:
