@@ -83,7 +83,8 @@ class Stopper:
         self._wakeup = signal.set_wakeup_fd(self._sent.fileno(), warn_on_full_buffer=False)
         # nohup ignores SIGHUP, and a script's `&` Ctrl-C, which is for another program.
         numbers = [number for number in SIGNALS[1:] if signal.getsignal(number) != signal.SIG_IGN]
-        self._handlers = {number: signal.signal(number, _only_note) for number in (SIGNALS[0], *numbers)}
+        # The handlers only keep a signal from ending the process.
+        self._handlers = {number: signal.signal(number, lambda *_: None) for number in (SIGNALS[0], *numbers)}
         self._thread = threading.Thread(target=self._watch, name="stopper", daemon=True)
         self._thread.start()
         die_with_launcher(False)  # from here on, progress is saved first
@@ -187,10 +188,6 @@ class Stopper:
         """Set the deadline to exit, because a process stuck in a collective with a dead peer must not keep the device.
         Slow steps get more time, because the exit may take up to two steps."""
         self._leave_at = min(self._leave_at, time.monotonic() + max(GRACE, 3 * self._longest_step))
-
-
-def _only_note(*_: object) -> None:
-    """Keep the signal from ending the process. The thread receives it through the wakeup descriptor."""
 
 
 def print_unbuffered(line: str) -> None:
