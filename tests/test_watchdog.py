@@ -27,6 +27,7 @@ from training.runtime.distributed import RENDEZVOUS
 from training.guard.stopping import Stopper, StoppingArguments
 from training.guard import watchdog as module
 from training.checkpoints.saver import THREAD
+from training.checkpoints.run_folder import RunFolder
 
 folder, mode, seconds = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 module.PATIENCE, module.INTERVAL = 3, 0.5
@@ -42,7 +43,7 @@ def finish_saving():
     log.write("saved\\n")
 
 with (
-    module.Watchdog(rank, processes, seconds) as watchdog,
+    module.Watchdog(rank, processes, seconds, RunFolder(folder)) as watchdog,
     Stopper(StoppingArguments(), processes),  # because the launcher sends SIGTERM after a death
 ):
     Thread(target=finish_saving, name=THREAD, daemon=True).start()
@@ -86,7 +87,7 @@ def test_a_stopped_or_dead_process_is_reported_and_ends_the_job(job, number, fau
     assert two.wait_for_end(0)[-1] == "saved"
     if number == signal.SIGSTOP:
         assert two.wait_for_end(1)[-1] == "saved"  # it was continued, to end normally
-    assert re.fullmatch(rf"error: rank 1 \(.+, pid {two.pid(1)}\) {fault}", error(two))
+    assert re.fullmatch(rf"error: rank 1 \(.+, pid {two.pid(1)}\) {fault}\. The run ends; .*", error(two))
     assert two.started.returncode == 1
 
 

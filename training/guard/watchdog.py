@@ -104,7 +104,7 @@ class Watchdog:
     """Context in which the processes of a job are watched. A single process is not watched.
     An error of the process group ends the process on exit, as soon as the process that caused it is known."""
 
-    def __init__(self, rank: int, processes: int, ddp_timeout: float, folder: RunFolder | None = None):
+    def __init__(self, rank: int, processes: int, ddp_timeout: float, folder: RunFolder):
         """The status in `folder` records why the processes ended."""
         self.rank, self.processes, self.ddp_timeout, self.folder = rank, processes, ddp_timeout, folder
         self.phase = "start"  # phase of the main thread, such as `step 12`; follows `at` in messages
@@ -234,14 +234,13 @@ class Watchdog:
     def _leave(self, fault: str) -> NoReturn:
         """End the process, from any thread. `fault` is empty if another process reports it."""
         show_cursor()
-        if fault and self.folder is not None:
+        if fault:
             resume = f"--resume_from_checkpoint {quote(str(self.folder.path))}"  # the disk may hang
             fault += f". The run ends; resume it with {resume}, or, without a checkpoint, run the same command again."
-        if fault:
             print_unbuffered(f"error: {fault}")
         for seconds in (0, SAVE_TIMEOUT):  # marked twice: a save in progress writes the status `running`
             wait_for_writing(seconds)
-            if fault and self.folder is not None and read_status(self.folder.status).get("state") == "running":
+            if fault and read_status(self.folder.status).get("state") == "running":
                 write_status(self.folder.status, "failed", self.folder.newest_step(), fault)
         leave(1)
 
