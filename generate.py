@@ -12,8 +12,6 @@ python generate.py runs/x-chats --chat
 import training.runtime.threads  # noqa: F401
 
 import os
-import re
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,14 +21,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from rich.cells import cell_len
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from common.command_line import FlagParser, run
 from common.errors import UserError
 from common.limits import setting
-from common.progress import IN_NOTEBOOK
 from modeling_gpt2scratch.loading import ModelError, arrange_weights, check_logits
 from modeling_gpt2scratch.prompts import chat_ids, encode_prompt, end_tokens
 from training.checkpoints.loading import find_model, load_any_model, model_errors
@@ -145,30 +141,9 @@ def chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
             turns = [*chat[left_out:], {"role": "assistant", "content": answer}]
 
 
-class Writer:
-    """Printer of text that arrives in pieces. On a terminal, a word that reaches the edge moves to the next row, and
-    control characters become U+FFFD, because a model can generate escape codes."""
-
-    row = ""  # text in the current row of the terminal
-
-    def __call__(self, text: str) -> None:
-        if sys.stdout.isatty():
-            text = text.translate(CONTROL)
-            text = text if IN_NOTEBOOK else "".join(map(self._placed, text))  # a notebook shows no escape codes
-        print(text, end="", flush=True)
-
-    def _placed(self, character: str) -> str:
-        """Return what to print for a character: if it crosses the edge, its word is erased and printed in a new row."""
-        self.row = "" if character in "\r\n" else self.row + character
-        if cell_len(self.row.expandtabs()) <= shutil.get_terminal_size().columns:
-            return character
-        word = re.search(r"[^\s\u2e80-\uffff]*\Z", self.row)[0]  # rows may break between Chinese characters
-        self.row = character.strip() if word in ("", self.row) else word
-        width = cell_len(self.row[:-1])
-        return (f"\x1b[{width}D\x1b[K" if width else "") + f"\n{self.row}"
-
-
-write = Writer()
+def write(text: str) -> None:
+    """Print a piece of text. On a terminal, control characters become U+FFFD: a model can generate escape codes."""
+    print(text.translate(CONTROL) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def lines(prompt: str) -> Iterator[str]:

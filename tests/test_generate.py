@@ -62,13 +62,11 @@ def test_text_and_prompts_may_exceed_the_context(run, capsys):
     assert written(capsys, run, prompt=prompt, number=4).startswith(prompt)
 
 
-def test_a_word_that_reaches_the_edge_of_a_terminal_moves_to_the_next_row(monkeypatch, capsys):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "12")
-    writer = generate.Writer()
-    for piece in ("one two thr", "ee\x1b[2J"):
-        writer(piece)
-    assert capsys.readouterr().out == "one two thre\x1b[4D\x1b[K\nthree\ufffd[2J"
+def test_a_terminal_gets_no_control_characters(monkeypatch, capsys):
+    for is_terminal, text in ((False, "a\x1b[2J\n"), (True, "a\ufffd[2J\n")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        generate.write("a\x1b[2J\n")
+        assert capsys.readouterr().out == text
 
 
 def test_bfloat16_is_used_on_request(run, capsys, monkeypatch):
