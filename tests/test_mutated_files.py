@@ -26,11 +26,9 @@ from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.metrics import best_step, forget_after, read_events
 from training.checkpoints.run_folder import RunFolder, find_checkpoint
 from training.checkpoints.status import check_run_format, hours, starts_in_force
-from training.log import reference
-from training.log.reference import compared_settings, find_reference
 from training.report import report
 
-OTHERS = ("finetuning.json", "tokenizer_config.json", "curve.jsonl", "named.yaml", "chats.arrow")
+OTHERS = ("finetuning.json", "tokenizer_config.json", "named.yaml", "chats.arrow")
 NEWEST = "checkpoints/step_00000006"
 VALUES = [None, True, -1, 10**30, 1e308, float("nan"), "", "x", "\ud800", [], {}, [[]], "9" * 5000]
 
@@ -84,8 +82,6 @@ def finished(store, tmp_path_factory):
     (run / "named.yaml").write_text("dataset: me/x\nconfig: a\ntext_column: text\nchat_template: chatml\n")
     Dataset.from_dict({"text": ["a é"] * 50, "more": [[1]] * 50}).save_to_disk(run / "saved")
     shutil.move(next((run / "saved").glob("*.arrow")), run / "chats.arrow")
-    curve = [{"compared": compared_settings(RunFolder(run))}, {"step": 3, "eval_loss": 2.0}]
-    (run / "curve.jsonl").write_text("".join(json.dumps(line) + "\n" for line in curve))
     return run
 
 
@@ -111,7 +107,6 @@ def read_status(run: Path, store: TokenStore) -> None:
 
 def read_other(run: Path, store: TokenStore) -> None:
     record_of(Tuning(str(run)))
-    find_reference(RunFolder(run))
     SavedTokenizer.read(run)
     named_data.find(str(run / "named.yaml"))
     for part in Corpus([str(run / "chats.arrow")], CorpusArguments(text_column="text")).units()[0].ranges:
@@ -138,7 +133,6 @@ def test_changed_files_are_skipped_or_refused(finished, store, tmp_path, monkeyp
     monkeypatch.setattr(report, "plot_loss", lambda entries, until, path: False)
     monkeypatch.setattr(report, "plot_course", lambda entries, path: False)
     run = Path(shutil.copytree(finished, tmp_path / "run"))
-    monkeypatch.setattr(reference, "FOLDER", run)
     original, rng = (run / name).read_bytes(), random.Random(name)
     for _ in range(40):
         (run / name).write_bytes(mutated(original, name, rng))

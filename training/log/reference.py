@@ -4,8 +4,7 @@ presets/reference/NAME.jsonl: the first line has the settings, the hashes of the
 other line is a validation. `python -m benchmarks.reference runs/x NAME` writes one.
 """
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from common import schema
-from common.errors import NONSENSE
 from common.settings_file import read_yaml
 from tokenizer.store.store import SPLITS
-from training.checkpoints.metrics import comparable_loss
+from training.checkpoints.metrics import comparable_loss, read_metrics
 from training.checkpoints.run_folder import RunFolder
 from training.step.model import ModelArguments
 from training.step.optim import OptimArguments
@@ -53,17 +51,13 @@ def compared_settings(folder: RunFolder) -> dict[str, str]:
     return {name: str(settings.get(name, DEFAULTS.get(name))) for name in sorted(COMPARED_SETTINGS)} | hashes
 
 
-def find_reference(folder: RunFolder, say: Callable[[str], object] = lambda text: None) -> Reference | None:
-    """Return the reference with the settings and the text of a run, or None. Report damaged references."""
+def find_reference(folder: RunFolder) -> Reference | None:
+    """Return the reference with the settings and the text of a run, or None."""
     settings = compared_settings(folder)
     for path in sorted(FOLDER.glob("*.jsonl")):
-        try:
-            head, *entries = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-            newer = {name: DEFAULTS.get(name, "None") for name in settings.keys() - head["compared"].keys()}
-            if newer | head["compared"] == settings:
-                points = [[entry["step"], comparable_loss(entry)] for entry in entries]
-                steps, losses = zip(*sorted(schema.build(points, list[tuple[int, float]])), strict=True)
-                return Reference(path.stem, list(steps), list(losses), int(settings["tokens_per_step"]))
-        except (OSError, *NONSENSE) as error:
-            say(f"{path} is damaged ({error}), so no run is compared with it.")
+        head, *entries = read_metrics(path)
+        newer = {name: DEFAULTS.get(name, "None") for name in settings.keys() - head["compared"].keys()}
+        if newer | head["compared"] == settings:
+            steps, losses = [entry["step"] for entry in entries], list(map(comparable_loss, entries))
+            return Reference(path.stem, steps, losses, int(settings["tokens_per_step"]))
     return None

@@ -45,7 +45,7 @@ class RunLog(AbstractContextManager):
             device = run.accelerator.device
             usual_mfu = reported_mfu(device_name(device)) if size_of(run.plan.model).products >= FILLS_A_GPU else None
             self.advisor = Advisor(run.folder, run.plan, usual_mfu and usual_mfu[1])
-            self.reference = find_reference(run.folder, print)
+            self.reference = find_reference(run.folder)
             losses = [loss for _, loss in self.advisor.losses]
             price = price_in_log(device_name(device), hourly_price, run.accelerator.num_processes)
             self.screen = Screen(run.plan.max_steps, run.start.step, losses, self.compiled, price)
