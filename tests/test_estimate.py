@@ -2,10 +2,7 @@
 
 import gzip
 import json
-import multiprocessing
-import os
 import random
-import signal
 from pathlib import Path
 
 import pytest
@@ -19,8 +16,6 @@ from tokenizer.build.recipe import Recipe
 from tokenizer.build.store_builder import pretokenize
 from tokenizer.corpus.units import CorpusArguments
 from tokenizer.encoding.vocabulary import VocabularyArguments
-from training.budget import forecast
-from training.config import read_config
 
 
 @pytest.fixture(autouse=True)
@@ -97,18 +92,3 @@ def test_folder_of_only_damaged_files_is_refused(tmp_path):
     sentence = r"^In a sample of .*text: it: 1 file of [\d,]+ bytes cannot be read in full, "
     sentence += r".*a\.txt\.gz \(cannot be read: Error"
     assert_user_error(sentence, estimated, tmp_path / "text", tmp_path)
-
-
-def test_killed_plan_leaves_no_sample(monkeypatch, tmp_path):
-    def end(recipe, folder: Path, say) -> None:
-        (tmp_path / "name").write_text(str(folder))
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr("tokenizer.build.estimate.estimate", end)
-    (tmp_path / "text.txt").write_text("A text without a store.\n")
-    config = read_config(["--data", str(tmp_path / "text.txt"), "--plan"])
-    process = multiprocessing.get_context("fork").Process(target=forecast.show_plan, args=(config,))
-    process.start()
-    process.join()
-    assert process.exitcode == 128 + signal.SIGTERM
-    assert not Path((tmp_path / "name").read_text()).exists()

@@ -7,8 +7,6 @@ python train_accelerate.py --config presets/gpt2.yaml --data data/my --plan --pl
 
 import math
 import shutil
-import signal
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -120,13 +118,8 @@ def print_forecast(run: Run, forecast: Forecast) -> None:
 
 def show_plan(config: TrainConfig) -> None:
     """Print the plan, or raise a `UserError` with all problems of the configuration, one per line."""
-    # Exit through `finally` and `with` on SIGTERM, so that the temporary folder is deleted.
-    handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        with TemporaryDirectory(prefix="gpt2scratch-plan-") as folder:
-            _print_plan(config, Path(folder))
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    with TemporaryDirectory(prefix="gpt2scratch-plan-") as folder:
+        _print_plan(config, Path(folder))
 
 
 def _print_plan(config: TrainConfig, folder: Path) -> None:
