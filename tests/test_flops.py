@@ -8,7 +8,7 @@ from conftest import MODERN
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.log.speed import flops_per_token
 from training.runtime import hardware
-from training.runtime.hardware import peak_flops, watts
+from training.runtime.hardware import peak_flops
 from training.step.size import size_of
 
 
@@ -64,6 +64,5 @@ def test_unlisted_device_has_no_peak(name):
 
 
 def test_every_device_in_the_table_is_found():
-    for name, (half, _, power) in hardware._DATA["datasheets"].items():
+    for name, (half, _) in hardware._DATA["datasheets"].items():
         assert peak_flops(name, "bf16") == half * 1e12
-        assert watts(name) == power

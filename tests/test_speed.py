@@ -115,7 +115,7 @@ def test_report_summarizes_the_log_lines(store, tmp_path):
     ]
     folder.metrics.write_text("\n".join(lines) + "\n")
     write_samples(folder.samples, 0, [("Äther", " und Zeit")])
-    begin_report(folder, GPT2ScratchConfig(), 134_601_216, store.metadata, 700.0)
+    begin_report(folder, GPT2ScratchConfig(), 134_601_216, store.metadata)
     for data, text in (
         *(("data/mine", "data/mine"), ("/home/me/mine", "path/to/mine")),
         (Path.cwd() / "data" / "my texts", "'data/my texts'"),
@@ -140,7 +140,7 @@ def test_report_names_the_hardware_of_each_part_of_the_run(store, tmp_path):
     folder = RunFolder(tmp_path)
     folder.config.write_text("data: data/mine\n")
     folder.metrics.write_text('{"step": 1, "loss": 9.0, "tokens": 64}\n')
-    begin_report(folder, GPT2ScratchConfig(), 134_601_216, store.metadata, None)
+    begin_report(folder, GPT2ScratchConfig(), 134_601_216, store.metadata)
 
     def report_after(*details: dict) -> str:
         for event in details:

@@ -1,6 +1,6 @@
 """Facts in report.json for the report and the model card, gathered from the run folder.
 
-Each start of the run writes the facts that no other file holds: model, data, power. Each validation adds the log so
+Each start of the run writes the facts that no other file holds: model and data. Each validation adds the log so
 far.
 """
 
@@ -49,17 +49,14 @@ NOTABLE_EVENTS = ("resumed", "stopped", "spike", "advice")  # events that explai
 Entries = list[dict[str, Any]]
 
 
-def begin_report(
-    folder: RunFolder, model: GPT2ScratchConfig, parameters: int, data: Metadata, watts: float | None
-) -> None:
-    """Write the facts that no other file of the run holds. `watts`: maximum power of all devices, None if unknown."""
+def begin_report(folder: RunFolder, model: GPT2ScratchConfig, parameters: int, data: Metadata) -> None:
+    """Write the facts that no other file of the run holds."""
     on_the_hub = tuple(data.hub_datasets)
     facts = {
         "model": {name: getattr(model, name) for name in model_fields(type(model))},
         "parameters": parameters,
         "product_parameters": size_of(model).products,
         "flops_per_token": {"causal": flops_per_token(model), "palm": flops_per_token(model, causal=False)},
-        "watts": watts,
         "data": {
             "sources": [name if name.startswith(on_the_hub) else Path(name).name for name in data.sources],
             "commits": data.commits,

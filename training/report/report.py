@@ -32,7 +32,7 @@ from training.checkpoints.status import first_step
 from training.report.facts import gather, read_facts, write_facts
 from training.report.plots import plot_course, plot_loss, plot_panel
 from training.runtime.console import clock, perplexity, say
-from training.runtime.hardware import DOLLARS_PER_COLAB_UNIT, GRAMS_OF_CO2_PER_KWH, PRICES_OF
+from training.runtime.hardware import DOLLARS_PER_COLAB_UNIT, PRICES_OF
 
 TEMPLATES = Path(__file__).parent / "templates"
 CELL = 60  # maximum characters of a text in a table
@@ -54,8 +54,7 @@ def environment(*folders: Path) -> Environment:
         "line": lambda text: " ".join(text.split()),  # a paragraph
         "yaml": partial(yaml.safe_dump, sort_keys=False, allow_unicode=True),
     }
-    jinja.globals |= {"grams_of_co2_per_kwh": GRAMS_OF_CO2_PER_KWH, "colab_dollars": DOLLARS_PER_COLAB_UNIT}
-    jinja.globals["prices_of"] = PRICES_OF
+    jinja.globals |= {"colab_dollars": DOLLARS_PER_COLAB_UNIT, "prices_of": PRICES_OF}
     jinja.globals["published"] = yaml.safe_load((TEMPLATES.parent / "published.yaml").read_text(encoding="utf-8"))
     return jinja
 

@@ -13,7 +13,6 @@ from training.log.run_log import RunLog
 from training.plan.run import Run
 from training.report.facts import begin_report
 from training.report.report import write_report
-from training.runtime.hardware import device_name, watts
 from training.step.loss import DivergenceError
 from training.step.sharding import generating
 from training.step.train_step import TrainStep
@@ -26,10 +25,8 @@ class Validation:
         self.run, self.train_step, self.max_samples = run, train_step, max_samples
         self.stance = "default" if compiles or not run.setup.torch_compile else "force_eager"
         if run.accelerator.is_main_process:
-            parameters, data = train_step.model.num_parameters(), run.data.store.metadata
-            watts_of_device = watts(device_name(run.accelerator.device))
-            total = None if watts_of_device is None else watts_of_device * run.accelerator.num_processes
-            begin_report(run.folder, run.plan.model, parameters, data, total)
+            parameters = train_step.model.num_parameters()
+            begin_report(run.folder, run.plan.model, parameters, run.data.store.metadata)
 
     def validate(self, step: int, log: RunLog, stop: Callable[[], object]) -> None:
         """Score the model after `step` steps: the average of its weights, if there is one.

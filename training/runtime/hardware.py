@@ -1,4 +1,4 @@
-"""Devices: peak FLOP/s for model FLOPs utilization (MFU), power, and rental prices. hardware.yaml holds the figures."""
+"""Devices: peak FLOP/s for model FLOPs utilization (MFU), and rental prices. hardware.yaml holds the figures."""
 
 import re
 from collections.abc import Iterator
@@ -13,8 +13,7 @@ from common.limits import free
 
 _DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 PRICES_OF, DOLLARS_PER_COLAB_UNIT = _DATA["prices_of"], _DATA["dollars_per_colab_unit"]
-GRAMS_OF_CO2_PER_KWH, DEFAULT_MFU = _DATA["grams_of_co2_per_kwh"], _DATA["reported_mfu"]["others"]
-UNKNOWN = (None, None, None)  # for a device without a datasheet
+DEFAULT_MFU = _DATA["reported_mfu"]["others"]
 FILLS_A_GPU = 30e6  # weights in matrix products: the MFU that others report does not apply to smaller models
 # Words in a device's name that do not affect its speed. Any other word, as in `RTX 4090 Laptop GPU` or
 # `A100-SXM4-40GB MIG 1g.5gb`, makes it a different device.
@@ -78,14 +77,9 @@ def device_name(device: torch.device) -> str:
 
 def peak_flops(name: str, mixed_precision: str) -> float | None:
     """Return the peak FLOP/s of a device by its name, or None if unknown. `mixed_precision` is no, bf16 or fp16."""
-    tensor_cores, single, _ = _DATA["datasheets"].get(device_model(name), UNKNOWN)
+    tensor_cores, single = _DATA["datasheets"].get(device_model(name), (None, None))
     teraflops = single if mixed_precision == "no" else tensor_cores
     return None if teraflops is None else teraflops * 1e12
-
-
-def watts(name: str) -> float | None:
-    """Return the maximum power of a device in watts, by its name, or None if unknown."""
-    return _DATA["datasheets"].get(device_model(name), UNKNOWN)[2]
 
 
 def reported_mfu(name: str) -> list[float] | None:
