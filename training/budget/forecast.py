@@ -63,7 +63,7 @@ class Forecast:
     def validation_tokens(self) -> int:
         limit, split = self.config.evaluation.max_eval_samples, self.store.metadata.val.tokens
         sample = (limit or split) * self.plan.batches.context
-        return validation_tokens(self.validations, sample, split, self.plan.memory.has_average)
+        return validation_tokens(self.validations, sample, split)
 
     @property
     def validations(self) -> int:

@@ -402,8 +402,7 @@ class Sizer:
 
     def _seconds(self, model: GPT2ScratchConfig, tokens: float, validations: int = VALIDATIONS) -> float:
         """Return the estimated seconds of a run that trains on `tokens`."""
-        split, has_average = self.val_tokens, tokens > self.tokens
-        n_tokens = validation_tokens(validations, SCORED_TOKENS, split, has_average)
+        n_tokens = validation_tokens(validations, SCORED_TOKENS, self.val_tokens)
         return self._speed(model).seconds(tokens, validations, n_tokens)
 
     def _speed(self, model: GPT2ScratchConfig) -> Throughput:

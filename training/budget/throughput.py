@@ -50,11 +50,10 @@ class Throughput:
         return self.startup + AFTER_VALIDATION * validations + training
 
 
-def validation_tokens(validations: int, sample: int, split: int, has_average: bool) -> int:
+def validation_tokens(validations: int, sample: int, split: int) -> int:
     """Return the number of tokens that all validations of a run score: each a `sample`, except the last, which scores
-    the whole `split`. With an average of the weights, the weights are scored, too."""
-    sample = min(sample, split)
-    return split + (validations - 1) * sample + has_average * validations * sample
+    the whole `split`."""
+    return split + (validations - 1) * min(sample, split)
 
 
 def measure_speed(

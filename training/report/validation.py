@@ -43,19 +43,11 @@ class Validation:
                 return
             if not math.isfinite(loss := metrics["eval_loss"]):
                 raise DivergenceError(f"The validation loss is {loss} after step {step:,}", step)
-        losses = {}
-        if is_last and self.max_samples is not None:
-            losses["eval_sampled_loss"] = self.train_step.averaged()
-        if self.train_step.average is not None:
-            losses["eval_unaveraged_loss"] = nullcontext()
-        for name, weights in losses.items():
-            with weights:
-                sampled_metrics = self._score(self.max_samples, watch)
-            if sampled_metrics is None:
-                return
-            metrics[name] = sampled_metrics["eval_loss"]
-        if "eval_sampled_loss" in losses:
-            metrics["eval_sampled_tokens"] = sampled_metrics["eval_tokens"]
+            if is_last and self.max_samples is not None:
+                sampled = self._score(self.max_samples, watch)
+                if sampled is None:
+                    return
+                metrics |= {"eval_sampled_loss": sampled["eval_loss"], "eval_sampled_tokens": sampled["eval_tokens"]}
         log.log_evaluation(step, metrics)
         self.write_samples(step, log, prints=is_last)
         if self.run.accelerator.is_main_process:
