@@ -151,13 +151,10 @@ def lines(prompt: str) -> Iterator[str]:
     answer may end just before it is stopped. Ctrl-C twice ends the chat."""
     sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")  # noqa: SIM115 (None if stdin was closed)
     sys.stdin.reconfigure(errors="replace")
-    typed_text = str
     if is_terminal := sys.stdin.isatty():
         print(CHAT_HELP)
         with suppress(ImportError):  # Windows lacks it
-            import readline  # line editing for input()
-
-            typed_text = readline.get_line_buffer
+            import readline  # noqa: F401  line editing for input()
     yield prompt
     is_warned = False
     with suppress(EOFError):
@@ -166,7 +163,7 @@ def lines(prompt: str) -> Iterator[str]:
                 yield input("\n> " if is_terminal else "")
                 is_warned = False
             except KeyboardInterrupt:
-                if not is_terminal or (is_warned and not typed_text()):
+                if not is_terminal or is_warned:
                     raise
                 is_warned = True
                 print("\nCtrl-C again or Ctrl-D ends the chat.", end="")
