@@ -8,7 +8,7 @@ import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other impor
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from common.limits import setting
 from common.removal import refuse_replacing
 from training.checkpoints.metrics import comparable_scores, sample_tokens
 from training.checkpoints.run_folder import RunFolder, run_of
-from training.config import PARTS, TEXT_SETTINGS
+from training.config import DEFAULTS, TEXT_SETTINGS
 from training.report.facts import summarize_run
 from training.report.plots import plot_runs
 from training.report.report import TerminalPage, environment
@@ -55,12 +55,11 @@ def main(arguments: list[str]) -> None:
         for entry in newest:  # finished runs scored the whole split, others a sample
             entry.update(comparable_scores(entry))
     runs = dict(sorted(summaries.items(), key=lambda item: item[1]["last"].get("eval_bits_per_byte", math.inf)))
-    defaults = {name: value for kind in PARTS for name, value in asdict(kind()).items()}
     values: dict[str, set[str]] = {}
     for summary in runs.values():  # config.yaml lacks what is not set
         settings = summary["settings"]
         absent = set() if "tokenizer_type" in settings else TEXT_SETTINGS  # of a run on a token store
-        summary["settings"] = {name: value for name, value in defaults.items() if name not in absent} | settings
+        summary["settings"] = {name: value for name, value in DEFAULTS.items() if name not in absent} | settings
     for name, value in (item for summary in runs.values() for item in summary["settings"].items()):
         values.setdefault(name, set()).add(str(value))
     setting_names = [name for name in values if len(values[name]) > 1 and name not in IGNORED_SETTINGS]

@@ -161,14 +161,13 @@ class TrainConfig:
     @property
     def settings(self) -> RunSettings:
         """Every setting with its default and its effect on resuming."""
-        defaults = {name: value for kind in PARTS for name, value in asdict(kind()).items()}
         effects = {part.name: part.metadata.get("resume") for kind in PARTS for part in fields(kind)}
         if self.budget.budget is not None and not self.is_resolved:  # the length is an estimate
             effects |= dict.fromkeys({"max_steps"} | {"max_train_tokens"} - self.given, "free")
         effects |= dict.fromkeys(DERIVED_SETTINGS, "derived")
         if "initializer_range" not in self.given:  # chosen for new weights; older runs may have another rule's
             effects["initializer_range"] = "free"
-        return RunSettings(self.flat(), defaults, effects, self.changes.allowed)
+        return RunSettings(self.flat(), DEFAULTS, effects, self.changes.allowed)
 
     def problems(self) -> Iterator[str]:
         """Yield the problems that can be found without access to the data or the device."""
@@ -204,6 +203,7 @@ class TrainConfig:
 
 PART_NAMES = tuple(part.name for part in fields(TrainConfig) if part.name not in ("sources", "in_file"))
 PARTS = tuple(part.type for part in fields(TrainConfig) if part.name in PART_NAMES)
+DEFAULTS = {name: value for kind in PARTS for name, value in asdict(kind()).items()}  # of every setting
 
 
 def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lambda config: None) -> TrainConfig:
@@ -295,8 +295,8 @@ def dump_config(config: TrainConfig, omits_defaults: bool = False) -> str:
     defaults."""
     command_settings = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir", "allow_change", "profile"}
     command_settings |= {"plan", "plan_device", "plan_steps", "verbose"}
-    defaults = dict(config.settings.defaults) if omits_defaults else {}
-    defaults = {name: value for name, value in defaults.items() if name not in CHOICES}  # which a budget decides
+    # A budget decides the choices.
+    defaults = {name: value for name, value in DEFAULTS.items() if name not in CHOICES} if omits_defaults else {}
     content = {
         name: value
         for name, value in config.flat().items()

@@ -14,7 +14,7 @@ from training.checkpoints.checkpoint import step_of
 from training.checkpoints.metrics import read_events
 from training.checkpoints.run_folder import RunFolder, is_checkpoint, run_of
 from training.checkpoints.status import hours
-from training.config import CHOICES, LENGTHS, TrainConfig
+from training.config import CHOICES, DEFAULTS, LENGTHS, TrainConfig
 from training.runtime.restart import restarted
 
 
@@ -47,7 +47,7 @@ class EarlierRun:
     def restore(self, config: TrainConfig, has_length: bool = False) -> TrainConfig:
         """Return the configuration with the run's choices where none is given, and with its length. A setting that the
         run's file lacks had its default, but a length that it lacks is not decided."""
-        settings = config.settings.defaults | self.settings
+        settings = DEFAULTS | self.settings
         names = CHOICES - LENGTHS - config.given | (LENGTHS & self.settings.keys() if has_length else set())
         return config.with_settings({name: settings[name] for name in names}, "file")
 

@@ -99,7 +99,7 @@ class RunLog(AbstractContextManager):
             return
         with self.folder.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
-        log_to_trackers(self.accelerator, entry, entry["step"], self.say)
+        log_to_trackers(self.accelerator, entry, self.say)
         if "eval_loss" in entry:
             reference = self.reference.compared(entry) if self.reference is not None else ""
             self.screen.validated(entry, best_evaluation(read_metrics(self.folder.metrics)), reference)

@@ -86,7 +86,7 @@ def open_trackers(
             tracker.run.define_metric("*", step_metric=STEP)
 
 
-def log_to_trackers(accelerator: Accelerator, entry: dict[str, Any], step: int, say: Callable[[str], None]) -> None:
+def log_to_trackers(accelerator: Accelerator, entry: dict[str, Any], say: Callable[[str], None]) -> None:
     """Send an entry of metrics.jsonl with the names of Transformers' Trainer: eval/loss, train/loss.
     A tracker that fails is reported and no longer used."""
     values = {
@@ -97,9 +97,9 @@ def log_to_trackers(accelerator: Accelerator, entry: dict[str, Any], step: int, 
     for tracker in [*accelerator.trackers]:
         try:
             if tracker.name == "wandb":  # W&B drops steps before its last one, e.g. after a resume
-                tracker.log(values | {STEP: step})
+                tracker.log(values | {STEP: entry["step"]})
             else:
-                tracker.log(values, step=step)
+                tracker.log(values, step=entry["step"])
         except Exception as error:  # of its network or its own process
             accelerator.trackers.remove(tracker)
             say(f"WARNING: {tracker.name} failed ({error!r:.200}). The run continues without it.")
