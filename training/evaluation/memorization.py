@@ -28,10 +28,6 @@ def memorization(model: PreTrainedModel, store: TokenStore, texts: int, span: in
     """Return the share of spans that occur in the training split, as JSON data. Only one process calls this. Raise a
     `UserError` if the validation split, before the model writes, or the model's texts have no span."""
     eos, val = store.metadata.eos_token_id, store.memory_map("val")
-    if len(val) < 2 * span:
-        raise UserError(
-            f"{len(val)} tokens of held-out text are too few for spans of {span}; use a smaller --memorization_span."
-        )
     pieces = held_out_pieces(val, store.offsets("val"))
     order = np.random.default_rng(seed).permutation(len(pieces))[:texts]
     held_out = [np.asarray(pieces[i], dtype=np.int64) for i in order]

@@ -148,8 +148,6 @@ def _named_checkpoint(
                 "command."
             )
         return newest
-    if not (source / checkpoints.MANIFEST).is_file():
-        raise UserError(f"{source} is incomplete (it has no {checkpoints.MANIFEST}); resume from another checkpoint.")
     if problem := checkpoints.damage(source):
         raise UserError(f"{source} is damaged: {problem}. Resume from another checkpoint.")
     newer = [path for path in checkpoints.complete_checkpoints(folder.checkpoints) if path.name > source.name]
