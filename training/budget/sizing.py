@@ -236,10 +236,9 @@ class Sizer:
         self.is_bpe = self.vocab_size >= scaling.SMALLEST_VOCABULARY  # characters repeat too often to be found again
         content = {} if config.has_model_file else read_yaml(PRESET_OF[self.family])
         self.architecture = {name: content[name] for name in ARCHITECTURE & content.keys()}
-        depth = config.budget.depth or self.given.get("n_layer")
-        depth = depth or math.ceil(self.given.get("n_embd", 0) / WIDTH)
-        heads, width = self.given.get("n_head"), self.given.get("n_embd")
-        fitting = [each for each in range(1, DEEPEST + 1) if (width or WIDTH * each) % (heads or each) == 0]
+        width, heads = self.given.get("n_embd", 0), self.given.get("n_head", 1)
+        depth = config.budget.depth or self.given.get("n_layer") or math.ceil(width / WIDTH)
+        fitting = [each for each in range(1, DEEPEST + 1) if WIDTH * each % heads == 0]
         self.depths = [depth] if depth else fitting or range(1, DEEPEST + 1)
         is_short = (self._length(scaling.SMALLEST_BATCH) or 0) <= scaling.CIRCUIT_TOKENS
         has_circuit = self.family == "modern" and self.is_bpe and is_short and not config.run.init_from
