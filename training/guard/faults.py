@@ -1,5 +1,6 @@
 """Failures during a run, translated into a one-sentence error or a restart in a fresh process."""
 
+import errno
 import math
 import tempfile
 
@@ -8,11 +9,17 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from common.errors import UserError
+from training.checkpoints.checkpoint import DamageError
 from training.plan.run import Run
 from training.runtime.device import memory_of_others
 from training.runtime.restart import Restart
 from training.step.loss import DivergenceError
 
+# Errors caused by a disk, a drive or its permissions.
+OF_THE_DISK = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM),
+    *(errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ETIMEDOUT),
+}
 OUT_OF_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
 
 
@@ -33,7 +40,7 @@ def translate(error: Exception, run: Run) -> Exception:
             f"{cache_dir()}, free space in {tempfile.gettempdir()} (TMPDIR) if the disk is full, and "
             f"{folder.resume_advice()}; if that does not help, add --torch_compile false."
         )
-    if isinstance(error, OSError):  # of a disk, a drive or its permissions
+    if isinstance(error, DamageError) or (isinstance(error, OSError) and error.errno in OF_THE_DISK):
         return UserError(
             f"{error.filename or folder.path}: {error.strerror or error}. The run ends here; {folder.last_good()}. "
             f"Fix the problem and {folder.resume_advice()}."
