@@ -198,6 +198,11 @@ def main(arguments: list[str]) -> None:
     check_store(folder, vocabulary.load(folder), store)
     # plain sampling: ignore the model's own settings
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
+    if model.config.vocab_size != store.metadata.vocab_size:  # with equal tokenizers, the metadata is wrong
+        raise UserError(
+            f"{folder} has a vocabulary of {model.config.vocab_size} tokens, but {store.folder} has "
+            f"{store.metadata.vocab_size}; score it on a store made with its own tokenizer."
+        )
     keep_accelerate_from_sharding()  # scoring needs the whole model, even if the launcher shards
     accelerator = Accelerator(cpu=is_launched_on_cpu())
     if accelerator.device.type == "cpu":
