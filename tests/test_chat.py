@@ -195,7 +195,8 @@ def test_only_the_template_writes_control_token_ids(tmp_path):
 
 def test_the_marks_of_a_template_file_are_control_tokens(tmp_path):
     template = write(
-        tmp_path / "own.jinja", "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+        tmp_path / "own.jinja",
+        "{% for m in messages %}{{ bos_token + '<|' + m.role + '|>' + m.content }}<|end|>{% endfor %}",
     )
     path = write_records(tmp_path / "a.jsonl", [{"messages": CHAT}] * 40)
     tokenizer = tokenized(path, tmp_path / "store", {"chat_template": str(template)}, vocab_size=300).load_tokenizer()

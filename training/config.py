@@ -18,7 +18,7 @@ from tokenizer.cleaning.dedup import DedupArguments
 from tokenizer.corpus.units import CorpusArguments
 from tokenizer.encoding.vocabulary import VocabularyArguments
 from training.checkpoints.backup import BackupArguments, earlier_run
-from training.checkpoints.checkpoint import CheckpointArguments
+from training.checkpoints.checkpoint import CheckpointArguments, complete_checkpoints
 from training.checkpoints.loading import find_model
 from training.checkpoints.pretrained import architecture_of
 from training.checkpoints.run_folder import CONFIG_FILE, RunArguments, run_of
@@ -270,7 +270,8 @@ def _decide(config: TrainConfig, flags: dict[str, Any], path: Path) -> TrainConf
     config = config.with_settings(settings)
     if (initializer_range := config.model.initializer_range) is None:
         earlier = earlier_run(config.run, config.backup.backup_dir)  # whose weights an older version may have made
-        recorded = read_yaml(earlier.config).get("initializer_range") if earlier is not None else None
+        has_begun = earlier is not None and any(complete_checkpoints(earlier.checkpoints))
+        recorded = read_yaml(earlier.config).get("initializer_range") if has_begun else None
         initializer_range = recorded or config.model.usual_initializer_range
     return config.with_settings({"initializer_range": initializer_range})
 

@@ -133,12 +133,12 @@ def open_data(config: TrainConfig, accelerator: Accelerator) -> TokenStore:
 
 
 def recorded_data(config: TrainConfig) -> str | None:
-    """Return the identity of the tokens in the run that this command continues if its text is a Hub dataset, or its
-    text or tokenizer no longer exists, or None."""
+    """Return the identity of the tokens in the run that this command continues if its text is a Hub dataset, or no
+    longer exists, or None."""
     data, path = config.data.data, os.path.expanduser(config.data.data)
     is_file = os.path.lexists(path) or any(glob.iglob(path, recursive=True))
     is_local = dataset_of(data) is None and (find(data) is not None or is_file)
-    if not config.text or "data" in config.settings.allowed or (is_local and _can_tokenize(config)):
+    if not config.text or is_local or "data" in config.settings.allowed:
         return None
     source = config.run.resume_from_checkpoint
     if source is not None and is_checkpoint(Path(source)) and Path(source).exists():
@@ -148,15 +148,6 @@ def recorded_data(config: TrainConfig) -> str | None:
         with suppress(UserError):
             return load_state(checkpoint).settings.get("data")
     return None
-
-
-def _can_tokenize(config: TrainConfig) -> bool:
-    """Return whether the tokenizer exists. It may be that of a model that was deleted or renamed meanwhile."""
-    try:
-        config.recipe.settings()
-    except UserError:
-        return False
-    return True
 
 
 def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> Run:

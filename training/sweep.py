@@ -67,6 +67,7 @@ def main(arguments: list[str]) -> None:
     for command, config in zip(commands.values(), configs, strict=True):
         folder = config.run.folder
         is_finished = read_status(folder.status).get("state") == "finished" and not config.run.overwrite_output_dir
+        is_finished &= not config.cost.plan
         # A run with checkpoints reports this itself, after it compared its text too.
         if is_finished and folder.newest_step() == 0 and not config.settings.differences(read_yaml(folder.config)):
             print(f"{folder.path} is finished. It has no checkpoints, so its text was not compared.")

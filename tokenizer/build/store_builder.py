@@ -277,9 +277,10 @@ class StoreBuilder:
             return source, special, variables
         if arguments.tokenizer_type == "character":
             raise UserError("Chats need control tokens, but a character tokenizer has none; leave out tokenizer_type.")
-        marks += ChatTemplate(source, ()).marks
+        variables = dict.fromkeys(["bos_token", "eos_token"], vocabulary.END_OF_TEXT)
+        marks += ChatTemplate(source, (), variables).marks
         control = list(dict.fromkeys([vocabulary.END_OF_TEXT, *marks, *arguments.special_tokens]))
-        return source, control, dict.fromkeys(["bos_token", "eos_token"], vocabulary.END_OF_TEXT)
+        return source, control, variables
 
     def _say_vocabulary(self, size: int, has_end: bool) -> None:
         arguments = self.recipe.vocabulary

@@ -62,7 +62,7 @@ class ChatTemplate:
         texts = []
         for roles in (("system", "user", "assistant"), ("user", "assistant")):  # a template may refuse `system`
             with suppress(ValueError):
-                texts += [text for text, _ in self.segments([{"role": role, "content": ""} for role in roles])]
+                texts += [text for text, _ in self.segments([{"role": role, "content": "1"} for role in roles])]
         return TURN_MARK.findall("".join(texts))
 
     @property

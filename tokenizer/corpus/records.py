@@ -87,9 +87,10 @@ def _csv(part: ByteRange) -> Records:
         lines = _lines(file, part)
         header = next(lines, "")
         delimiter = max("\t,;" if files.suffix(part.path) == ".tsv" else ",\t;", key=ENCLOSED.sub("", header).count)
-        if delimiter == "\t" and not _quotes_like_csv(part.path):
+        is_strict = delimiter != "\t" or _quotes_like_csv(part.path)
+        if not is_strict:
             lines = _with_quotes(lines, header.count("\t"))
-        reader = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=delimiter != "\t")
+        reader = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=is_strict)
         while True:
             try:
                 if (record := next(reader, False)) is False:
@@ -106,8 +107,8 @@ def _csv(part: ByteRange) -> Records:
 
 
 def _quotes_like_csv(path: str) -> bool:
-    """Return whether a file separated by tabs quotes texts with tabs or lines: one at its start does, and all records
-    there are whole."""
+    """Return whether a file separated by tabs quotes texts with tabs or lines: most records at its start do, and all
+    are whole."""
     head = io.StringIO(files.head(path).decode("utf-8-sig", "replace"), newline="")
     rows = []
     try:
@@ -115,8 +116,8 @@ def _quotes_like_csv(path: str) -> bool:
     except csv.Error as error:
         if "unexpected end" not in str(error):  # which is that of the sample
             return False
-    is_needed = any(set("\t\r\n").intersection(field) for row in rows for field in row)
-    return is_needed and {len(row) for row in rows[:-1] if row} == {len(rows[0])}
+    n_quoted = sum(any(set("\t\r\n").intersection(field) for field in row) for row in rows)
+    return n_quoted > len(rows) / 3 and {len(row) for row in rows[:-1] if row} == {len(rows[0])}
 
 
 def _with_quotes(lines: Iterator[str], tabs: int) -> Iterator[str]:

@@ -114,12 +114,8 @@ def _folder_of(recipe: Recipe, recorded: str | None) -> Path:
     [data] = recipe.inputs
     if is_store(data):
         return Path(data).expanduser()
-    if recorded is not None:
-        settings = None
-        with suppress(UserError):  # without its tokenizer, no other store can be made
-            settings = recipe.settings()
-        if (folder := find_cached(recorded, settings)) is not None:
-            return folder
+    if recorded is not None and (folder := find_cached(recorded, recipe.settings())) is not None:
+        return folder
     key = _sha256(f"{_text_hash(Corpus([data], recipe.corpus))} {recipe.settings()}")
     return CACHE / f"{name_of(data)}-{key[:12]}"
 

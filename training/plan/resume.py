@@ -124,8 +124,9 @@ def _refuse_another(
 ) -> None:
     """Raise a `UserError` that names the settings of the run that differ, or the step at which it branched off."""
     changes = settings.differences(settings_of_run) if settings is not None else []
-    starts = [event["step"] for event in read_events(run.events) if event["event"] in ("begun", "resumed")]
-    if first_step is not None and starts[:1] not in ([], [first_step]):
+    events = read_events(run.events) if first_step is not None else []
+    starts = [event["step"] for event in events if event.get("event") in ("begun", "resumed")]
+    if starts[:1] not in ([], [first_step]):
         changes.append(f"first step {starts[0]} -> {first_step}")
     if changes:
         raise UserError(
