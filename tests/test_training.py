@@ -212,9 +212,8 @@ def test_save_total_limit_keeps_the_newest_and_the_best_which_may_become_the_mod
     checkpoints = {path.name: path for path in (run / "checkpoints").iterdir()}
     name = f"step_{best:08}"
     assert checkpoints.keys() == {"step_00000005", name}
-    assert (
-        f"The model is that of step {best}, which has the lowest validation loss.\n\nDone." in capsys.readouterr().out
-    )
+    sentence = f"The model is that of step {best}, which has the lowest validation loss of the saved steps.\n\nDone."
+    assert sentence in capsys.readouterr().out
     assert_equal(weights(run), load_file(checkpoints[name] / "model.safetensors"))
     assert (find_folder(run, None), find_folder(run, "last").name) == (checkpoints[name], "step_00000005")
     shutil.rmtree(run / "model")  # as if killed before; in a backup, too

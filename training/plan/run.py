@@ -111,7 +111,7 @@ def _choose_best_model(run: Run) -> bool:
         except checkpoints.DamageError as damage:
             say(f"WARNING: {best} has the lowest validation loss, but is damaged: {damage}. The model is the last one.")
             return False
-    say(f"The model is that of step {step:,}, which has the lowest validation loss.")
+    say(f"The model is that of step {step:,}, which has the lowest validation loss of the saved steps.")
     return True
 
 
@@ -125,7 +125,8 @@ def print_end(run: Run, arguments: RunArguments, step: int, reason: str | None) 
         say(f"\nStopped after step {step:,} of {run.plan.max_steps:,} ({reason}); {folder.last_good()}. {resume}")
         return
     tokenizer, chats = run.data.tokenizer, ""
-    opening = next((line for line in run.sampling.sample_prompts[0].splitlines() if line.strip()), "")
+    prompt = run.sampling.sample_prompts[0]
+    opening = next((line for line in prompt.splitlines() if line.strip()), prompt)
     prompt = "--chat" if tokenizer.chat_template is not None else f"--prompt={quote(opening)}"
     if tokenizer.eos_token is not None:
         chats = f"  python -m examples.finetune_chat {path} --data CHATS.jsonl\n"
