@@ -23,8 +23,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Force a closed file, or the entries of a folder, to disk, so that it survives a power cut, if the drive supports
-    that."""
+    """Force a closed file, or the entries of a folder, to disk, if the drive supports it."""
     try:
         descriptor = os.open(path, os.O_RDONLY)  # some drives cannot open folders
         try:
