@@ -108,7 +108,7 @@ def _csv(part: ByteRange) -> Records:
 
 def _quotes_like_csv(path: str) -> bool:
     """Return whether a file separated by tabs quotes texts as csv does.
-    More than a third of the records at its start need the quotes, for tabs or lines within a text, and all are whole."""
+    More than a third of the records at its start need the quotes, for tabs or lines in a text, and all are whole."""
     head = io.StringIO(files.head(path).decode("utf-8-sig", "replace"), newline="")
     rows = []
     try:
