@@ -11,6 +11,7 @@ import pytest
 
 from conftest import TINY, assert_user_error, error_of, flags, lines, wait_until
 from training import compare_runs, sweep
+from training.config import read_config
 
 SETTINGS = {name: value for name, value in TINY.items() if name != "learning_rate"}
 
@@ -54,6 +55,13 @@ def test_a_killed_sweep_continues_after_its_finished_and_failed_runs(store, run,
     shutil.rmtree(first / "checkpoints")
     sweep.main([*arguments[:-1], "learning_rate=0.01"])
     assert "learning_rate=0.01 is finished. It has no checkpoints" in capsys.readouterr().out
+
+
+def test_settings_that_a_budget_chooses_do_not_make_a_finished_run_another_one(tmp_path):
+    config = read_config(["--data", "x", "--budget", "1h", "--n_layer", "2", "--output_dir", str(tmp_path)])
+    choices = {"n_embd": 64, "learning_rate": 0.5, "max_steps": 7, "layer_norm_epsilon": 0.1}
+    (tmp_path / "config.yaml").write_text(json.dumps(config.flat() | choices | {"n_layer": 3}))
+    assert sweep.differences(config) == ["n_layer 3 -> 2"]
 
 
 def test_a_signal_ends_the_sweep_after_its_run_is_saved_and_each_sweep_has_its_own_backup(store, tmp_path, spawn):

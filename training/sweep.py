@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
@@ -24,7 +24,7 @@ from common.removal import refuse_replacing
 from common.settings_file import read_yaml
 from training import compare_runs
 from training.checkpoints.status import read_status
-from training.config import read_config
+from training.config import CHOICES, TrainConfig, read_config
 from training.preflight import check
 
 PR_SET_PDEATHSIG = 1  # constant of Linux's prctl
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> None:
         is_finished = read_status(folder.status).get("state") == "finished" and not config.run.overwrite_output_dir
         is_finished &= not config.cost.plan
         # A run with checkpoints reports this itself, after it compared its text too.
-        if is_finished and folder.newest_step() == 0 and not config.settings.differences(read_yaml(folder.config)):
+        if is_finished and folder.newest_step() == 0 and not differences(config):
             print(f"{folder.path} is finished. It has no checkpoints, so its text was not compared.")
             continue
         if drive and Path(drive).is_dir() and not config.cost.plan:
@@ -92,6 +92,13 @@ def main(arguments: list[str]) -> None:
         compare_runs.main(["--runs", *folders, "--output", str(plot)])
     if failures:
         raise UserError(f"{len(failures)} of {len(commands)} runs failed: {', '.join(failures)}.")
+
+
+def differences(config: TrainConfig) -> list[str]:
+    """Return the differences from the run in the folder, without settings that a budget chose."""
+    choices = CHOICES - config.given if config.budget.chooses else set()
+    settings = replace(config.settings, allowed=config.settings.allowed | choices)
+    return settings.differences(read_yaml(config.run.folder.config))
 
 
 def train(arguments: list[str], seconds: float | None) -> int:
