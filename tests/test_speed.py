@@ -102,7 +102,9 @@ def test_a_truncated_event_hides_no_later_one_and_hours_exclude_time_between_sta
 def test_training_seconds_count_the_steps_before_the_first_log_line(first_step, steps, seconds):
     speeds = {40: 4, 80: 4, 440: 4, 480: 4}
     entries = [{"step": step, "tokens": step, "tokens_per_second": speeds.get(step, 1)} for step in steps]
-    assert seconds_until(entries, first_step) == dict(zip(steps, seconds, strict=True))
+    entries.insert(1, {"step": (steps[0] + steps[1]) / 2, "eval_loss": 1.0})  # between two log lines
+    expected = [seconds[0], (seconds[0] + seconds[1]) / 2, *seconds[1:]]
+    assert seconds_until(entries, first_step) == dict(zip([entry["step"] for entry in entries], expected, strict=True))
 
 
 def test_report_summarizes_the_log_lines(store, tmp_path):

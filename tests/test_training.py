@@ -19,14 +19,15 @@ from publishing.published_model import find_folder
 from training import compare_runs
 from training.checkpoints.checkpoint import damage, prune
 from training.checkpoints.metrics import best_evaluation, comparable_loss
-from training.checkpoints.run_folder import run_of
-from training.checkpoints.samples import fenced, read_samples
+from training.checkpoints.run_folder import RunFolder, run_of
+from training.checkpoints.samples import fenced, forget_samples_after, read_samples
 from training.checkpoints.status import now
 from training.data.run_data import name_of
 from training.evaluate import store_and_masking
 from training.evaluation.scoring import eval_windows
 from training.guard import health
 from training.log.trackers import LoggingArguments
+from training.report.facts import read_facts, write_facts
 from training.step.loss import linear_cross_entropy
 
 
@@ -184,6 +185,27 @@ def test_repeated_command_reports_the_finished_run_and_another_one_is_refused(fi
     assert_user_error("is at step 6 of 4, so nothing is left to train", train_accelerate.main, shorter)
     train(run, "--overwrite_output_dir", max_steps=1, learning_rate=0.02)
     assert yaml.safe_load((run / "config.yaml").read_text())["learning_rate"] == 0.02
+
+
+def test_a_validation_without_its_samples_or_all_its_text_is_repeated(train, tmp_path):
+    run = train(tmp_path / "run", max_eval_samples=2)
+    validations, page = [entry for entry in metrics(run) if "eval_loss" in entry], (run / "report.md").read_text()
+    folder = RunFolder(run)
+    facts = read_facts(folder)
+    del facts["results"]["rows"][-1]
+    write_facts(folder, facts)  # as if killed while the last samples were written
+    forget_samples_after(folder.samples, 3)
+    train(run, max_eval_samples=2)
+    assert [entry for entry in metrics(run) if "eval_loss" in entry] == validations
+    assert [*read_samples(folder.samples)] == [0, 3, 6]
+    rows = [re.findall(r"^\| 6 \| .*", text, re.MULTILINE) for text in ((run / "report.md").read_text(), page)]
+    assert rows[0] == rows[1] != []
+    shutil.rmtree(run / "checkpoints" / "step_00000006")
+    train(run, "--resume_from_checkpoint", str(run), max_eval_samples=2, max_steps=3)
+    [end] = (entry for entry in metrics(run) if "eval_loss" in entry)
+    assert (end["step"], end["eval_sampled_loss"]) == (3, validations[0]["eval_loss"])
+    assert end["eval_tokens"] > end["eval_sampled_tokens"]
+    assert yaml.safe_load((run / "config.yaml").read_text())["max_steps"] == 3
 
 
 def test_a_damaged_checkpoint_is_reported_and_skipped(finished_copy, train, tmp_path, capsys):

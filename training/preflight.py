@@ -24,7 +24,7 @@ from tokenizer.store.store import SPLITS, TokenStore
 from training.checkpoints.backup import Backup, earlier_run
 from training.checkpoints.checkpoint import TrainState, complete_checkpoints, load_state
 from training.checkpoints.loading import model_errors
-from training.checkpoints.metrics import best_step, read_events
+from training.checkpoints.metrics import read_events
 from training.checkpoints.pretrained import load_pretrained, vocabulary_problems
 from training.checkpoints.run_folder import RunFolder, is_checkpoint, run_of
 from training.config import TrainConfig
@@ -37,6 +37,7 @@ from training.plan.memory import Memory
 from training.plan.plan import Plan, cuda_graph_problems, host_memory_problems, steps_of
 from training.plan.resume import ResumePoint, choose_checkpoint, resume_position
 from training.plan.run import Run
+from training.report.facts import is_reported
 from training.runtime.compilation import SHORT_RUN, is_automatic, pays_off, prepare_compiler
 from training.runtime.console import printer
 from training.runtime.device import Setup, decide, without_kernels
@@ -219,7 +220,8 @@ def _starting_point(
     start = ResumePoint(checkpoint, replace(state, position=plan.position, settings=settings), changes)
     folder = config.run.folder
     if plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, start.step):
-        has_it = on_main(accelerator, lambda: best_step(folder.metrics, [start.step]) is not None)
+        scores_all = start.step == plan.max_steps and config.evaluation.max_eval_samples is not None
+        has_it = on_main(accelerator, lambda: is_reported(folder, start.step, scores_all))
         start = replace(start, owes_validation=start.is_own(folder) and not has_it)
     return start
 

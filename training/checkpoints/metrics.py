@@ -5,10 +5,13 @@ A line that a crash cut off is skipped.
 """
 
 import json
+import math
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from common.atomic import write_atomic
 
@@ -27,11 +30,11 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return read_metrics(path)
 
 
-def forget_after(path: Path, step: int, keeps_scores: bool = True) -> None:
+def forget_after(path: Path, step: int, scored_step: float = math.inf) -> None:
     """Remove the entries after the checkpoint that a run resumes from, so that the file reads as one run, and the
-    validations if those that follow score another text."""
+    validations after `scored_step`, which the resumed run repeats, or whose text it has replaced."""
     kept = (entry for entry in read_metrics(path) if entry["step"] <= step)
-    entries = [entry for entry in kept if keeps_scores or "eval_loss" not in entry]
+    entries = [entry for entry in kept if entry["step"] <= scored_step or "eval_loss" not in entry]
     write_atomic(path, "".join(json.dumps(entry) + "\n" for entry in entries))
 
 
@@ -77,14 +80,16 @@ def scores_more(entry: dict[str, Any]) -> bool:
 
 
 def seconds_until(entries: list[dict[str, Any]], first_step: int) -> dict[int, float]:
-    """Return the training seconds until each logged step, from the tokens and the speed of each log line. `first_step`:
-    0, or the step of the other run's checkpoint that this one branched off from."""
-    seconds, until = 0.0, {}
+    """Return the training seconds until each step of `entries`, from the tokens and the speed of each log line, between
+    two log lines by interpolation. `first_step`: 0, or the step of the other run's checkpoint that this one branched
+    off from."""
     step, tokens = next(((entry["step"], entry["tokens"]) for entry in entries if "tokens" in entry), (0, 0))
-    tokens *= first_step / step if first_step < step else 0  # the event of the first start may be lost
+    start = first_step if first_step < step else 0  # the event of the first start may be lost
+    seconds, until = 0.0, {start: 0.0}
+    tokens *= start / step if step else 0
     for entry in entries:
-        if "tokens_per_second" in entry:
-            seconds += (entry["tokens"] - tokens) / entry["tokens_per_second"]
-        tokens = entry.get("tokens", tokens)
-        until[entry["step"]] = seconds
-    return until
+        if "tokens" in entry:
+            seconds += (entry["tokens"] - tokens) / entry.get("tokens_per_second", math.inf)
+            tokens, until[entry["step"]] = entry["tokens"], seconds
+    steps = [entry["step"] for entry in entries]
+    return dict(zip(steps, np.interp(steps, [*until], [*until.values()]).tolist(), strict=True))

@@ -255,9 +255,9 @@ def forget_replaced(folder: RunFolder) -> None:
         say(f"Files in {folder.path} that no run wrote, or that are in use, were moved to {remainder}.")
 
 
-def begin(folder: RunFolder, checkpoint: Path | None, keeps_scores: bool = True) -> None:
-    """Prepare the folder: set the old run aside before a new one, or remove everything after its own `checkpoint`, and
-    its validations unless `keeps_scores`."""
+def begin(folder: RunFolder, checkpoint: Path | None, is_same_text: bool = True, owes_validation: bool = False) -> None:
+    """Prepare the folder: set the old run aside before a new one, or remove everything after its own `checkpoint`, the
+    unfinished validation at that step if the run `owes_validation`, and all validations of another text."""
     mark(folder.path, "run")
     checkpoints.sweep(folder.checkpoints)
     forget_replaced(folder)
@@ -277,5 +277,6 @@ def begin(folder: RunFolder, checkpoint: Path | None, keeps_scores: bool = True)
             discard(aside, checkpoints.FILES)
             candidate.rename(aside)
     checkpoints.renew_model(checkpoint, folder.model)
-    forget_after(folder.metrics, step, keeps_scores)
-    forget_samples_after(folder.samples, step)
+    scored_step = step - owes_validation
+    forget_after(folder.metrics, step, scored_step if is_same_text else -1)
+    forget_samples_after(folder.samples, scored_step)

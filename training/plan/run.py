@@ -65,7 +65,8 @@ def _write_beginning(run: Run, arguments: RunArguments, config: str, estimate: d
     with disk_errors(folder.path, "use another --output_dir"):
         if own_checkpoint is None and arguments.overwrite_output_dir:
             run.data.store.check_hashes()  # before a run is replaced by one that could not save a checkpoint
-        begin(folder, own_checkpoint, keeps_scores=start.state.position.sample > 0)  # 0: the text is another one
+        is_same_text = start.state.position.sample > 0
+        begin(folder, own_checkpoint, is_same_text, start.owes_validation)
         write_atomic(folder.config, config)
         folder.checkpoints.mkdir(exist_ok=True)
     if run.backup is not None:

@@ -144,6 +144,15 @@ def gather(folder: RunFolder) -> dict[str, Any]:
     }
 
 
+def is_reported(folder: RunFolder, step: int, scores_all: bool) -> bool:
+    """Return whether the validation after `step` is complete up to the report, which is written last. `scores_all`: it
+    must have scored the sample and all held-out text."""
+    validations = [entry for entry in metrics.read_metrics(folder.metrics) if "eval_loss" in entry]
+    entry = next((entry for entry in validations if entry["step"] == step), {})
+    rows = ((read_facts(folder) or {}).get("results") or {}).get("rows") or [{"step": -1}]
+    return ("eval_sampled_loss" in entry if scores_all else bool(entry)) and rows[-1]["step"] >= step
+
+
 def summarize_run(folder: RunFolder) -> dict[str, Any]:
     """Return the facts of a run, finished or in progress, for a comparison with other runs."""
     entries, events = metrics.read_metrics(folder.metrics), metrics.read_events(folder.events)
