@@ -323,9 +323,10 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
         cached = past_key_values.get_seq_length() if past_key_values is not None else 0
         if isinstance(cached, torch.Tensor):  # a static cache counts on the device; its capacity is a plain number
             total = max(length, past_key_values.get_max_length())
-            if total > self.config.n_positions and not torch.compiler.is_compiling():
-                # Waits for the device, but only if a caller made the cache larger than the context. A compiled graph
-                # cannot read the count and uses the capacity.
+            is_read = total > self.config.n_positions or cached.device.type == "cpu"
+            if is_read and not torch.compiler.is_compiling():
+                # Waits for a GPU, but only if a caller made the cache larger than the context. A compiled graph cannot
+                # read the count and uses the capacity.
                 total = int(cached) + length
         else:
             total = cached + length

@@ -205,9 +205,11 @@ def _add_vocabulary(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int)
     kinds, rust = gguf.TokenType, tokenizer.backend_tokenizer
     token_of = {i: token for token, i in rust.get_vocab().items()}
     if encode.is_character(tokenizer.backend_tokenizer):
-        token_of = {i: "".join(STAND_INS[byte] for byte in text.encode()) for i, text in token_of.items()}
+        characters = {i: token.encode() for i, token in token_of.items() if len(token) == 1}
+        names = {i: "".join(STAND_INS[byte] for byte in character) for i, character in characters.items()}
+        token_of |= names
         # These merges join the bytes of a character into one token. A first byte never occurs inside a character.
-        merges = [f"{token[:end]} {token[end]}" for token in token_of.values() for end in range(1, len(token))]
+        merges = [f"{name[:end]} {name[end]}" for name in names.values() for end in range(1, len(name))]
     else:
         merges = [" ".join(pair) for pair in json.loads(rust.to_str())["model"]["merges"]]
     tokens = [token_of.get(i, f"[PAD{i}]") for i in range(vocab_size)]  # a padded embedding has rows without tokens

@@ -262,6 +262,14 @@ def test_single_letter_vocabulary_is_not_always_a_character_tokenizer():
     assert not encode.is_character(rust)
     rust.pre_tokenizer = each
     assert encode.is_character(rust)
+    rust.add_special_tokens(["<pad>"])
+    rust.encode_special_tokens = True
+    assert_same(encode.CharacterEncoder(rust, np.dtype("<u2")), rust, ["ab?", "a"])
+    assert encode.is_character(rust)
+    rust.add_tokens(["bb"])
+    assert not encode.is_character(rust)
+    rust = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="<unk>"))
+    rust.pre_tokenizer = each
     rust.normalizer = normalizers.Lowercase()
     assert not encode.is_character(rust)
 

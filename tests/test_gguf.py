@@ -42,6 +42,12 @@ ascii_characters = partial(character_tokenizer, [prose(1)])
 characters = partial(character_tokenizer, [prose(1), "äöü 日本語 🙂👩‍👩‍👧 á\n"])
 
 
+def padded_characters():
+    tokenizer = characters()
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    return tokenizer
+
+
 def model_folder(folder, tokenizer, **fields):
     """Save a random model whose most likely tokens are never tied."""
     fields = {"n_positions": 256, "activation_function": "gelu_new"} | fields
@@ -101,6 +107,7 @@ SHAPES = {
     "untied BPE": (bpe, {}),
     "tied characters": (characters, {"tie_word_embeddings": True}),
     "ASCII characters": (ascii_characters, {}),
+    "characters with padding": (padded_characters, {}),
     "without biases": (bpe, {"use_bias": False, "n_inner": 96}),
     "narrow and tied modern": (bpe, MODERN | {"n_inner": 48, "n_head": 4, "tie_word_embeddings": True}),
 }
@@ -137,7 +144,7 @@ def test_twin_and_llama_cpp_continue_20_texts_like_the_model_of_this_repository(
     assert [list(islice(tokens, 24)) for tokens in written] == texts[:, 16:].tolist()
 
 
-@pytest.mark.parametrize("make", [bpe, characters, ascii_characters])
+@pytest.mark.parametrize("make", [bpe, characters, ascii_characters, padded_characters])
 def test_llama_cpp_tokenizes_like_our_tokenizer(make, write_model, llama):
     tokenizer = make()
     engine = llama(write_model(tokenizer)[1])
@@ -147,6 +154,14 @@ def test_llama_cpp_tokenizes_like_our_tokenizer(make, write_model, llama):
         ids = engine.tokenize(text.encode(), add_bos=False, special=True)
         assert ids == tokenizer.encode(text)
         assert engine.detokenize(ids, special=True).decode() == text
+
+
+def test_a_special_token_of_a_character_tokenizer_is_not_made_of_bytes(write_model):
+    tokenizer = padded_characters()
+    fields = gguf.GGUFReader(write_model(tokenizer)[1]).fields
+    assert fields["tokenizer.ggml.tokens"].contents()[tokenizer.pad_token_id] == "<pad>"
+    assert fields["tokenizer.ggml.token_type"].contents()[tokenizer.pad_token_id] == gguf.TokenType.CONTROL
+    assert not [pair for pair in fields["tokenizer.ggml.merges"].contents() if pair.isascii()]
 
 
 def test_llama_cpp_reads_the_special_tokens_and_the_chat_template(write_model, llama):

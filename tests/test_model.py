@@ -281,8 +281,8 @@ def test_packed_documents_do_not_see_each_other_even_beyond_the_context(tiny, us
         torch.testing.assert_close(logits, alone, rtol=0, atol=1e-5)
 
 
-def grow_static_cache(model):
-    cache = StaticCache(config=model.config, max_cache_len=33)
+def grow_static_cache(model, length=33):
+    cache = StaticCache(config=model.config, max_cache_len=length)
     model(tokens(1, 32), past_key_values=cache)
     model(tokens(1, 1), past_key_values=cache)
 
@@ -292,6 +292,7 @@ BEYOND = {
     "embeddings": lambda model: model(inputs_embeds=torch.zeros(1, 33, 16)),
     "dynamic_cache": lambda model: model(tokens(1, 3), past_key_values=model(tokens(1, 30)).past_key_values),
     "static_cache": grow_static_cache,
+    "full_static_cache": partial(grow_static_cache, length=32),
     "packed_document": lambda model: model(packed(20, 33)[0], position_ids=packed(20, 33)[1]),
     "prompt": lambda model: greedy(model, tokens(1, 33), new=1),
     "prompt_without_cache": lambda model: greedy(model, tokens(1, 33), new=1, use_cache=False),

@@ -46,6 +46,7 @@ from conftest import (
 from training.checkpoints.checkpoint import _seal, complete_checkpoints, damage, load_state
 from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.saver import refuse_full_disk
+from training.checkpoints.status import write_status
 from training.guard.lock import RunLock
 from training.report.facts import _without_machine
 from training.runtime.device import DeviceArguments, decide
@@ -381,6 +382,9 @@ def test_a_full_disk_ends_in_one_sentence_and_keeps_the_last_checkpoint(launch, 
         r"^A checkpoint takes 1,333,333\.3 GB, and .* GB free; \S+step_00000006 is the last good checkpoint: free"
     )
     assert_user_error(sentence, refuse_full_disk, RunFolder(run), 10**15)
+    (run / "status.json.tmp").mkdir()  # no space for another file
+    write_status(run / "status.json", "failed", 6, "full")
+    assert (status(run)["state"], status(run)["reason"]) == ("failed", "full")
 
 
 def all_files(checkpoint: Path) -> list[Path]:

@@ -76,10 +76,11 @@ def has_separate_words(rust: Tokenizer) -> bool:
 
 
 def is_character(rust: Tokenizer) -> bool:
-    """Return whether every token is one character, and unknown characters are errors."""
+    """Return whether every token except special ones is one character, and unknown characters are errors."""
     if not isinstance(rust.model, models.WordLevel) or rust.normalizer is not None or rust.pre_tokenizer is None:
         return False
-    tokens = rust.get_vocab().keys()
+    special = {token.content for token in rust.get_added_tokens_decoder().values() if token.special}
+    tokens = {token for token in rust.get_vocab() if len(token) == 1 or token not in special}
     is_split = len(rust.pre_tokenizer.pre_tokenize_str("a \n")) == 3
     return is_split and rust.model.unk_token not in tokens and all(len(token) == 1 for token in tokens)
 
@@ -185,9 +186,9 @@ class CharacterEncoder:
     def __init__(self, rust: Tokenizer, dtype: np.dtype):
         self.dtype = dtype
         self.table = np.full(0x110000, UNKNOWN, dtype=np.uint32)  # code point -> id
-        for character, token_id in rust.get_vocab().items():
-            self.table[ord(character)] = token_id
-        self.size = rust.get_vocab_size()
+        characters = {token: i for token, i in rust.get_vocab().items() if len(token) == 1}
+        self.table[[ord(character) for character in characters]] = [*characters.values()]
+        self.size = len(characters)
 
     def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts. Raise a `UserError` for a character that the tokenizer does not know."""

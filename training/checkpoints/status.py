@@ -24,11 +24,17 @@ FORMAT_VERSION = 1  # of the run folder; a status.json without a version has for
 
 
 def write_status(path: Path, state: State, step: int, reason: str = "") -> None:
-    """Replace status.json atomically, ignoring disk errors. `step` is the newest checkpoint's step."""
+    """Replace status.json atomically, or on a full disk in its place. Ignore other disk errors. `step` is the newest
+    checkpoint's step."""
     status = {"format_version": FORMAT_VERSION, "state": state, "reason": reason, "step": step, "time": now()}
     status |= {"host": socket.gethostname(), "pid": os.getpid()}
-    with suppress(OSError):
-        write_atomic(path, json.dumps(status, indent=2) + "\n")
+    text = json.dumps(status, indent=2) + "\n"
+    try:
+        write_atomic(path, text)
+    except OSError:
+        with suppress(OSError), path.open("r+", encoding="utf-8") as file:  # "w" would give its space to other files
+            file.write(text)
+            file.truncate()
 
 
 def is_status(path: Path) -> bool:
