@@ -1,8 +1,10 @@
 """Atomic writes: a file or folder appears complete under its name, or not at all. Imports nothing large."""
 
 import errno
+import fcntl
 import hashlib
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +29,9 @@ def fsync(path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY)  # some drives cannot open folders
         try:
+            if sys.platform == "darwin":  # where fsync leaves data in the drive's cache
+                with suppress(OSError):  # not every drive can empty it
+                    fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

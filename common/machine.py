@@ -4,6 +4,7 @@ import ctypes
 import math
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -42,6 +43,10 @@ def cores(logical: bool) -> int:
     """Return the number of cores, or with `logical` of hardware threads, that this process may use. A container's limit
     is a share of the time of all cores; more threads than that would wait for each other."""
     number = psutil.cpu_count(logical) or os.cpu_count()
+    if sys.platform == "darwin" and not logical:  # like PyTorch, without Apple's efficiency cores
+        with suppress(OSError, ValueError):  # Intel has only one kind
+            name = ["sysctl", "-n", "hw.perflevel0.physicalcpu"]
+            number = int(subprocess.run(name, check=False, capture_output=True, text=True).stdout)
     if hasattr(os, "sched_getaffinity"):
         number = min(number, len(os.sched_getaffinity(0)))
     for _, folder in _control_groups():

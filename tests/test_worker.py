@@ -18,6 +18,7 @@ import pytest
 
 import conftest
 from conftest import REPOSITORY, assert_user_error, error_of, is_running, prose, wait_until
+from tokenizer.build import worker
 from tokenizer.build.recipe import Recipe
 from tokenizer.build.store_builder import StoreBuilder, pretokenize
 from tokenizer.build.worker import Part, UnitProcessor, Workers
@@ -138,6 +139,14 @@ def test_same_command_resumes_after_a_kill_at_any_file(start, expected, tmp_path
         assert f"Resuming store: {done} of {done} units of work are done." in said
     assert contents(tmp_path / "store") == expected
     assert sorted(os.listdir(tmp_path)) == [".store.lock", "store"]
+
+
+def test_spawned_processes_all_start_and_end(monkeypatch):
+    monkeypatch.setattr(worker, "START_METHOD", "spawn")  # of macOS
+    with closing(Workers(2)) as workers:
+        workers.start(20)
+        assert len(workers.processes) == 2
+    assert not multiprocessing.active_children()
 
 
 def test_killed_worker_is_reported_in_one_sentence(planned):

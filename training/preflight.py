@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import Problems, UserError, counted
@@ -40,7 +39,7 @@ from training.plan.run import Run
 from training.report.facts import is_reported
 from training.runtime.compilation import SHORT_RUN, is_automatic, pays_off, prepare_compiler
 from training.runtime.console import printer
-from training.runtime.device import Setup, decide, without_kernels
+from training.runtime.device import Setup, decide, uses_mps, without_kernels
 from training.runtime.distributed import on_main
 from training.runtime.hardware import RENTALS
 from training.runtime.restart import restarted
@@ -101,8 +100,7 @@ def check(config: TrainConfig) -> None:
             "run on the CPU; set fsdp_offload_params to false, or use adamw."
         )
     dropout = (config.model.embd_pdrop, config.model.attn_pdrop, config.model.resid_pdrop)
-    on_mps = torch.backends.mps.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
-    if config.device.gradient_checkpointing and any(dropout) and on_mps and config.cost.plan_device is None:
+    if config.device.gradient_checkpointing and any(dropout) and uses_mps() and config.cost.plan_device is None:
         problems.add(
             "gradient_checkpointing repeats dropout with other values on Apple GPUs; leave out one of the two."
         )

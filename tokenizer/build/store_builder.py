@@ -26,7 +26,15 @@ from common.removal import MARK, discard, is_marked, mark, renew
 from tokenizer.build import report
 from tokenizer.build.merge import Merger
 from tokenizer.build.recipe import Recipe
-from tokenizer.build.worker import HASHED_CHARACTERS, DocumentSettings, Part, StorePlan, Workers, done_parts
+from tokenizer.build.worker import (
+    HASHED_CHARACTERS,
+    START_METHOD,
+    DocumentSettings,
+    Part,
+    StorePlan,
+    Workers,
+    done_parts,
+)
 from tokenizer.cleaning import cleaning
 from tokenizer.cleaning.dedup import MinHasher
 from tokenizer.corpus.chat import TURN_MARK, ChatTemplate
@@ -47,7 +55,8 @@ WORK_FILES = (
 )
 SAMPLED_UNITS = 4096  # maximum number of units to train a tokenizer on
 FINE_TUNING = "train on chats with python -m examples.finetune_chat"
-WORKER_BYTES = 300_000_000  # of memory for one process, with a margin
+# Of memory for one process, with a margin. A spawned one imports the program again.
+WORKER_BYTES = 300_000_000 if START_METHOD == "fork" else 500_000_000
 SECONDS_BETWEEN_LINES = 30.0  # about the progress
 ESTIMATED_FROM = 1 << 16  # characters that are tokenized to estimate the size of the store
 CACHE_REMEDY = "tokenize with python -m tokenizer.pretokenize --output on another disk, for --data"

@@ -292,7 +292,8 @@ class Workers:
         self.pool = ProcessPoolExecutor(count, context, _begin)
         with warnings.catch_warnings():  # Python 3.12 warns of threads, but no worker uses those of its parent
             warnings.simplefilter("ignore", DeprecationWarning)
-            self.pool.submit(int)  # starts all of them
+            for _ in range(count):  # with fork, the first call starts all of them; with spawn, each starts one
+                self.pool.submit(int)
         self.processes = set(multiprocessing.active_children()) - set(children)
 
     def process(self, folder: Path, units: list[int], limit: Limit = NO_LIMIT) -> Iterator[Part]:
@@ -306,9 +307,10 @@ class Workers:
             for part in as_completed([self.pool.submit(_process, folder, number, limit) for number in units]):
                 yield part.result()
         except BrokenProcessPool as error:
+            guard = " In a program of your own, call it below if __name__ == '__main__':" * (START_METHOD == "spawn")
             raise UserError(
                 "A worker process was killed, often because memory ran out. The same command resumes; python -m "
-                "tokenizer.pretokenize with --num_proc 1 uses the least memory."
+                f"tokenizer.pretokenize with --num_proc 1 uses the least memory.{guard}"
             ) from error
 
     def close(self) -> None:

@@ -170,6 +170,11 @@ def _precision(choice: str) -> str:
     return "fp16" if has_gpu else "no"
 
 
+def uses_mps() -> bool:
+    """Return whether a run on this machine uses an Apple GPU."""
+    return torch.backends.mps.is_available() and not parse_flag_from_env("ACCELERATE_USE_CPU")
+
+
 def computes_bf16() -> bool:
     """Return whether the device has instructions for bf16. Emulated bf16 is slower than fp32."""
     if torch.cuda.is_available():
