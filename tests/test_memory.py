@@ -58,6 +58,7 @@ COMPILED = [(*each, True) for each in (*COMPILED, ("rope", "sdpa", False))]
 def test_estimated_activations_match_the_bytes_kept_for_the_backward_pass(family, attention, is_half, compiles):
     """With so many rows that weights in half precision and tables of positions, which are also kept, do not count."""
     shape = {"vocab_size": 64, "n_positions": 64, "n_embd": 64, "n_layer": 1 if compiles else 2, "n_head": 2}
+    shape["n_inner"] = 512 if attention == "sdpa" else None
     config = GPT2ScratchConfig(**shape, **FAMILIES[family])
     memory = Memory(config, Setup("bf16" if is_half else "no", compiles, attention, ()), on_gpu=False)
     count = kept_for_backward(config, attention, is_half, compiles, rows=64)
@@ -157,6 +158,27 @@ def test_free_memory_is_at_most_that_of_every_control_group(monkeypatch, tmp_pat
     assert machine.free_memory() == 2 * GIB
     monkeypatch.setattr(machine, "MEMBERSHIP", tmp_path / "absent")
     assert machine.free_memory() > 0
+
+
+def test_an_apple_gpu_keeps_the_scores_of_attention(monkeypatch):
+    sizes = []
+    for attention, has_mps in (("sdpa", False), ("eager", False), ("sdpa", True)):
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda has_mps=has_mps: has_mps)
+        memory = Memory(GPT2ScratchConfig(), Setup("no", False, attention, ()), on_gpu=False)
+        sizes.append(memory.parts(8)["activations"])
+    assert sizes[0] < sizes[1] == sizes[2]
+
+
+def test_efficiency_cores_of_a_mac_do_not_count(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine.sys, "platform", "darwin")
+    monkeypatch.setattr(machine.psutil, "cpu_count", lambda logical: 8)
+    monkeypatch.delattr(machine.os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(machine, "MEMBERSHIP", tmp_path / "none")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [machine.cores(logical) for logical in (True, False)] == [8, 8]  # Intel: sysctl does not know
+    (tmp_path / "sysctl").write_text("#!/bin/sh\n[ $2 = hw.perflevel0.physicalcpu ] && echo 4\n")
+    (tmp_path / "sysctl").chmod(0o755)
+    assert [machine.cores(logical) for logical in (True, False)] == [8, 4]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from common.errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.guard.health import WINDOW, Health
 from training.plan.plan import Plan
-from training.step.optim import moment_shapes, named_moments
+from training.step.optim import SCALARS, moment_shapes, named_moments
 from training.step.tensors import local
 
 # Until every weight has a gradient: a head and projections that start at zero pass on none in the first steps.
@@ -26,7 +26,6 @@ LONG = 2 * WINDOW  # steps after which the loss must differ from the first one
 SAME = 2e-3  # relative difference of losses that counts as none
 # allowed nats between the first loss and that of equal probabilities, without the effect of the initial weights
 FAR = 0.5
-AVERAGES = ("/exp_avg", "/momentum_buffer")  # moments that average the gradients
 DISAGREE = 0.1  # distance between the weights of two processes, as a fraction of the distance that training moved them
 
 
@@ -79,7 +78,9 @@ class LearningCheck:
         """Raise a `UserError` if no weight changed since `old`, if a parameter has no gradient, or if processes have
         different weights."""
         new, moments = self._columns(), dict(named_moments(self.model, self.optimizer))
-        names = [name for name in moment_shapes(self.model, self.optimizer) if name.endswith(AVERAGES)]
+        pairs = (name.split("/") for name in reversed(moment_shapes(self.model, self.optimizer)))
+        first = {parameter: f"{parameter}/{key}" for parameter, key in pairs if key not in SCALARS}
+        names = [*reversed(first.values())]
         averages = (local(moments.get(name, torch.zeros(1))) for name in names)  # none: the optimizer got no gradient
         signs = torch.stack([(new != old).any(), *(average.any().to(new.device) for average in averages)])
         # Summed over processes, because one may have no rows of a sharded matrix.

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from modeling_gpt2scratch import GPT2ScratchConfig
-from training.runtime.device import Setup
+from training.runtime.device import Setup, uses_mps
 from training.step.loss import rows_of_chunk
 from training.step.optim import moment_bytes, step_bytes
 from training.step.size import size_of
@@ -12,12 +12,15 @@ from training.step.size import size_of
 USABLE = 0.8  # fraction of free memory; the rest is for workspaces, fragmentation and memory kept by compilation
 LARGEST_MICRO_BATCH = 1 << 30  # sequences: the maximum of --per_device_train_batch_size
 BYTES_KEPT_WHOLE = 4  # per parameter: unsharded gradients on every process of a sharded model, during accumulation
-# Bytes that a block keeps for its backward pass, per token and unit of width (counted by test_memory.py).
-KEPT_IN_FP32, KEPT_IN_HALF = 64.4, 36.4
-# More of the same bytes, each as (fp32, half). Rotation and QK-norm make further queries and keys. Without compilation,
-# autocast normalizes queries and keys in fp32, and squares in fp32 on a GPU; the backward pass of the square holds a
-# further MLP tensor.
-KEPT_BY_QUERIES, KEPT_BY_EAGER_QK_NORM, KEPT_BY_EAGER_SQUARE, SQUARE_BACKWARD = (8, 4), (0, 8), (0, 16), 16
+# Bytes that a block keeps for its backward pass, each as (fp32, half): per token and unit of its width, and per unit of
+# its MLP's width, before and after the activation (counted by test_memory.py).
+KEPT, KEPT_BY_MLP = (32.4, 20.4), (8, 4)
+# More of the same bytes. Rotation and QK-norm make further queries and keys. Without compilation, autocast normalizes
+# queries and keys in fp32.
+KEPT_BY_QUERIES, KEPT_BY_EAGER_QK_NORM = (8, 4), (0, 8)
+# Per unit of the MLP's width. Without compilation, autocast squares in fp32 on a GPU; the backward pass of the square
+# holds a further MLP tensor.
+KEPT_BY_EAGER_SQUARE, SQUARE_BACKWARD = (0, 4), 4
 # Bytes that eager attention keeps, per token, head and attended position.
 SCORES_IN_FP32, SCORES_IN_HALF = 4, 6
 # Additional temporary bytes, each as (fp32, half). On a GPU as counted by its allocator for 1, 3, 4 and 12 layers
@@ -97,7 +100,7 @@ class Memory:
     def _block(self, micro_batch: int) -> float:
         """Return the bytes that one block keeps for its backward pass."""
         model, tokens = self.model, micro_batch * self.model.n_positions
-        per_unit = KEPT_IN_HALF if self.in_half else KEPT_IN_FP32
+        per_unit, per_inner_unit = KEPT[self.in_half], KEPT_BY_MLP[self.in_half]
         # Eager attention keeps contiguous copies of queries and keys in any case.
         is_eager = self.setup.attention(model.n_positions) == "eager"
         if model.is_modern or (model.rope_parameters is not None and not is_eager):
@@ -105,11 +108,16 @@ class Memory:
         if model.is_modern and not self.setup.torch_compile:
             per_unit += KEPT_BY_EAGER_QK_NORM[self.in_half]
         if self.on_gpu and self._squares_in_eager_mode:
-            per_unit += KEPT_BY_EAGER_SQUARE[self.in_half]
-        block = tokens * model.n_embd * per_unit
-        if is_eager:
+            per_inner_unit += KEPT_BY_EAGER_SQUARE[self.in_half]
+        block = tokens * (model.n_embd * per_unit + self._inner * per_inner_unit)
+        if is_eager or (not self.on_gpu and uses_mps()):  # SDPA has no backward pass of its own for Apple GPUs
             block += tokens * model.n_head * model.n_positions * (SCORES_IN_HALF if self.in_half else SCORES_IN_FP32)
         return block
+
+    @property
+    def _inner(self) -> int:
+        """Width of the MLPs."""
+        return self.model.n_inner or 4 * self.model.n_embd
 
     @property
     def _squares_in_eager_mode(self) -> bool:
@@ -120,8 +128,9 @@ class Memory:
         loss = self._loss(micro_batch)
         if not self.on_gpu:
             return loss
-        per_unit = BACKWARD[self.setup.torch_compile] + SQUARE_BACKWARD * self._squares_in_eager_mode
-        backward = per_unit * micro_batch * self.model.n_positions * self.model.n_embd
+        backward = BACKWARD[self.setup.torch_compile] * self.model.n_embd
+        backward += SQUARE_BACKWARD * self._squares_in_eager_mode * self._inner
+        backward *= micro_batch * self.model.n_positions
         if self.setup.gradient_checkpointing:
             block = int(self._block(micro_batch))
             backward = max(backward, block) if self.setup.torch_compile else backward + block

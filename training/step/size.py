@@ -20,17 +20,14 @@ _SIZES: dict[str, ModelSize] = {}  # a choice for --budget asks for the same siz
 
 
 def size_of(config: GPT2ScratchConfig) -> ModelSize:
-    """Return the sizes of a model, whose blocks all have the size of the first."""
+    """Return the sizes of a model."""
     key = str(vars(config))
     if key not in _SIZES:
-        single = deepcopy(config)
-        single.n_layer = 1
         with torch.device("meta"):
-            model = GPT2ScratchForCausalLM(single)
-        block, L = model.transformer.h[0], config.n_layer
-        parameters = model.num_parameters() + (L - 1) * sum(parameter.numel() for parameter in block.parameters())
-        products = L * _products(block)
-        _SIZES[key] = ModelSize(parameters, products + _products(model.lm_head), products, L * _products(block.mlp))
+            model = GPT2ScratchForCausalLM(deepcopy(config))
+        blocks = model.transformer.h
+        products, mlp_products = _products(blocks), sum(_products(block.mlp) for block in blocks)
+        _SIZES[key] = ModelSize(model.num_parameters(), products + _products(model.lm_head), products, mlp_products)
     return _SIZES[key]
 
 
