@@ -156,6 +156,15 @@ def test_each_epoch_uses_every_window_once_with_its_own_order_and_offset(n_token
         assert len({int(starts.min()) for starts in epochs}) > 10
 
 
+def test_all_tokens_of_a_short_text_are_targets():
+    order = WindowOrder(1023, 256, seed=0)
+    starts = order.starts(0, 2000 * order.windows)
+    counts = np.zeros(1024, dtype=np.int64)
+    np.add.at(counts, starts + 1, 1)
+    np.add.at(counts, starts + 257, -1)
+    assert counts.cumsum()[1:1023].min() > 0
+
+
 @pytest.mark.parametrize(("micro_batch", "accumulation", "processes"), [(8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 2, 4)])
 def test_step_uses_the_same_samples_for_every_division_of_the_global_batch(micro_batch, accumulation, processes):
     tokens = np.arange(2000, dtype=np.uint16)

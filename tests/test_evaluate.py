@@ -208,6 +208,7 @@ def test_ngrams_match_hand_computations_and_sum_to_one():
     assert bigram.probabilities(np.array([0, 0]))[1] == pytest.approx(0.75 / 2 * (1 / 3))
     assert bigram.probabilities(np.array([0, 1])) == pytest.approx([1 / 3, 1.25 / 2 + 0.75 / 2 * (2 / 3)])
     assert bigram.probabilities(np.array([1, 0])) == pytest.approx([2 / 3, 0.25 / 2 + 0.75 * (1 / 3)])
+    assert NGram(np.array([0]), 2, 3).probabilities(np.array([0, 1])) == pytest.approx([0.625, 0.375])
     tokens = np.random.default_rng(0).integers(0, 6, 200)  # 6 never occurs
     trigram = NGram(np.concatenate([[5, 4], tokens[tokens < 5], [5]]), 7, 3)
     for first in range(7):

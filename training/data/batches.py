@@ -1,6 +1,6 @@
 """Batch order: a stateless function of (seed, step, rank), so that there is no loader state to save or restore.
 
-The tokens of an epoch are cut into windows of `context + 1` that overlap by one, so that every token is a target once.
+The tokens of an epoch are cut into windows of `context + 1` that overlap by one, so that each of them is a target once.
 The offset of the first window differs between epochs, and the windows are shuffled without replacement. Sample g
 of a run (counted over all steps and processes) is in epoch g // windows at position g % windows.
 """
@@ -17,6 +17,7 @@ from common.limits import free, setting
 from training.data.tokens import Batch, Tokens
 
 BLOCK = 4096  # samples whose positions are computed together, to amortize the cost of the vector operations
+FEW_WINDOWS = 64  # below, an epoch may start later, to reach the last tokens; longer texts keep an older order
 ROUNDS = 4
 # Constants of splitmix64.
 GOLDEN, *FACTORS = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -126,8 +127,8 @@ class WindowOrder:
 
     @property
     def windows(self) -> int:
-        """Number of samples per epoch: one less than would fit, because an epoch starts anywhere in the first
-        window."""
+        """Number of samples per epoch: one less than would fit, because an epoch starts anywhere in the first window,
+        or a little later if there are few."""
         return max(1, self.n_tokens // self.context - 1)
 
     def starts(self, sample: int, count: int) -> np.ndarray:
@@ -143,7 +144,8 @@ class WindowOrder:
         epochs, places = np.divmod(samples, np.uint64(self.windows))
         keys = _mixed(np.array([self.seed], dtype=np.uint64), epochs)  # (k,): the same within an epoch
         slack = self.n_tokens - 1 - self.windows * self.context  # tokens by which the windows can shift
-        offsets = keys % np.uint64(min(self.context - 1, slack) + 1)
+        most = slack if self.windows < FEW_WINDOWS else min(self.context - 1, slack)
+        offsets = keys % np.uint64(most + 1)
         starts = offsets + permute(places, self.windows, keys) * np.uint64(self.context)
         return starts.astype(np.int64)
 

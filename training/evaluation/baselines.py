@@ -28,7 +28,7 @@ class NGram:
         tokens = tokens.astype(np.int64)
         levels, ranks = [], []
         context = np.zeros(len(tokens), dtype=np.int64)  # (n,): number of the context before each token
-        for k in range(order):
+        for k in range(min(order, len(tokens))):
             # Of the (k + 1)-grams (grams,): sorted keys, int64, number of the context * vocab_size + last token; and
             # counts of occurrences. A context has the number of its key on the previous level.
             keys, rank, counts = np.unique(context * vocab_size + tokens[k:], return_inverse=True, return_counts=True)
