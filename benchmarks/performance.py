@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from matplotlib.figure import Figure
 
-from benchmarks.results import PACKAGES, REPOSITORY, RESULTS
+from benchmarks.results import REPOSITORY, RESULTS
 from common.errors import counted
 
 DOCS = REPOSITORY / "docs"
@@ -60,14 +60,12 @@ def with_results(page: str, results: str) -> str:
 
 
 def measured_on(result: dict[str, Any], path: Path) -> str:
-    versions = ", ".join(f"{name} {result[name]}" for name in PACKAGES)
-    return (
-        f"`{result['command']}` on {result['device']}, {versions}, {result['date']} (`benchmarks/results/{path.name}`)."
-    )
+    machine = f"{result['device']}, torch {result['torch']}"
+    return f"`{result['command']}` on {machine}, {result['date']} (`benchmarks/results/{path.name}`)."
 
 
 def described(workload: dict[str, Any]) -> str:
-    dropout = f", dropout {workload['dropout']}" if workload["dropout"] else ""
+    dropout = f", dropout {workload['dropout']}" if workload["dropout"] else ", without dropout"
     return (
         f"{workload['preset']} ({workload['n_layer']} layers, width {workload['n_embd']}, vocabulary "
         f"{workload['vocab_size']:,}), {workload['sequences']} x {workload['n_positions']} tokens per step{dropout}"

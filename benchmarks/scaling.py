@@ -138,8 +138,10 @@ def optimum(rows: list[Run]) -> tuple[float, float, float]:
     nearest = sorted((row["eval_bits_per_byte"], math.log(row["parameters"])) for row in rows)[:3]
     a, b, c = np.polyfit([size for _, size in nearest], [bits for bits, _ in nearest], 2)
     best = -b / (2 * a)
-    by_size = sorted((math.log(row["parameters"]), math.log(row["tokens"])) for row in rows)
-    return math.exp(best), math.exp(np.interp(best, *zip(*by_size, strict=True))), c - b**2 / (4 * a)
+    sizes, tokens = np.log(sorted((row["parameters"], row["tokens"]) for row in rows)).T
+    i = np.clip(np.searchsorted(sizes, best), 1, len(sizes) - 1)  # a minimum beyond them is extrapolated
+    slope = (tokens[i] - tokens[i - 1]) / (sizes[i] - sizes[i - 1])
+    return math.exp(best), math.exp(tokens[i] + slope * (best - sizes[i])), c - b**2 / (4 * a)
 
 
 def law(family: str, found: dict[str, Run]) -> dict[str, Any]:
@@ -199,7 +201,7 @@ def section() -> str:
     )
     parts = [
         "Bits per byte by layers (parameters in matrix products), and the minimum of the parabola through the best "
-        "three:",
+        "three, which is extrapolated below 0.18M:",
         table([*columns, "parameters at the minimum", "tokens per parameter"], rows),
         f"Power laws of the FLOPs C, fitted to the minima: {laws}.",
         "The choice of `--budget` for the modern family, and its neighbors:",

@@ -46,7 +46,7 @@ def contestants(nanogpt: str | None, on_cpu: bool) -> dict[str, dict[str, Any]]:
         "raw loop on our model": {"contestant": "raw"},
         "ours, bf16 residual stream": {"contestant": "ours", "bf16_residual": "true"},
         "Trainer, tuned": {"contestant": "trainer", "tuned": True},
-        "Trainer, as shipped": {"contestant": "trainer", "tuned": False},
+        "Trainer, as shipped (dropout 0.1)": {"contestant": "trainer", "tuned": False},
     }
     if nanogpt is not None:
         theirs = {"contestant": "nanogpt", "path": str(Path(nanogpt).resolve())}

@@ -65,7 +65,10 @@ def test_the_train_step_benchmark_measures_a_run(tmp_path, monkeypatch, forked_c
     assert ours["tokens_per_second"]["median"] == pytest.approx(speed, rel=0.01)
     assert ours["graph_breaks"] == ours["recompiles"] == 0
     assert ", compiled, " in ours["device_line"]
-    assert "\n### nano (2 layers, width 128, vocabulary 4,096), 1 x 128 tokens per step\n" in performance.page()
+    assert (
+        "\n### nano (2 layers, width 128, vocabulary 4,096), 1 x 128 tokens per step, without dropout\n"
+        in performance.page()
+    )
 
 
 def test_a_raw_loop_is_measured_without_recompilation(tmp_path, forked_contestants):
