@@ -1,7 +1,6 @@
 """Atomic writes: a file or folder appears complete under its name, or not at all. Imports nothing large."""
 
 import errno
-import fcntl
 import hashlib
 import os
 import sys
@@ -30,6 +29,8 @@ def fsync(path: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)  # some drives cannot open folders
         try:
             if sys.platform == "darwin":  # where fsync leaves data in the drive's cache
+                import fcntl  # Windows lacks it
+
                 with suppress(OSError):  # not every drive can empty it
                     fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             os.fsync(descriptor)

@@ -268,6 +268,10 @@ def test_single_letter_vocabulary_is_not_always_a_character_tokenizer():
     assert encode.is_character(rust)
     rust.add_tokens(["bb"])
     assert not encode.is_character(rust)
+    rust = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>"))
+    rust.pre_tokenizer = each
+    rust.add_special_tokens(["<unk>"])
+    assert not encode.is_character(rust)
     rust = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="<unk>"))
     rust.pre_tokenizer = each
     rust.normalizer = normalizers.Lowercase()

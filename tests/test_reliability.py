@@ -383,7 +383,8 @@ def test_a_full_disk_ends_in_one_sentence_and_keeps_the_last_checkpoint(launch, 
     )
     assert_user_error(sentence, refuse_full_disk, RunFolder(run), 10**15)
     (run / "status.json.tmp").mkdir()  # no space for another file
-    write_status(run / "status.json", "failed", 6, "full")
+    for reason in ("a longer reason", "full"):
+        write_status(run / "status.json", "failed", 6, reason)
     assert (status(run)["state"], status(run)["reason"]) == ("failed", "full")
 
 

@@ -20,7 +20,7 @@ from training import compare_runs
 from training.checkpoints.checkpoint import damage, prune
 from training.checkpoints.metrics import best_evaluation, comparable_loss
 from training.checkpoints.run_folder import RunFolder, run_of
-from training.checkpoints.samples import fenced, forget_samples_after, read_samples
+from training.checkpoints.samples import fenced, read_samples
 from training.checkpoints.status import now
 from training.data.run_data import name_of
 from training.evaluate import store_and_masking
@@ -193,13 +193,24 @@ def test_a_validation_without_its_samples_or_all_its_text_is_repeated(train, tmp
     folder = RunFolder(run)
     facts = read_facts(folder)
     del facts["results"]["rows"][-1]
-    write_facts(folder, facts)  # as if killed while the last samples were written
-    forget_samples_after(folder.samples, 3)
+    write_facts(folder, facts)  # as if killed before the last report was written
     train(run, max_eval_samples=2)
     assert [entry for entry in metrics(run) if "eval_loss" in entry] == validations
-    assert [*read_samples(folder.samples)] == [0, 3, 6]
+    assert re.findall(r"^## step (\d+)$", folder.samples.read_text(), re.MULTILINE) == ["0", "3", "6"]
     rows = [re.findall(r"^\| 6 \| .*", text, re.MULTILINE) for text in ((run / "report.md").read_text(), page)]
     assert rows[0] == rows[1] != []
+    facts = read_facts(folder)
+    facts["results"]["rows"][-1]["eval_loss"] = 1.0  # of a run that was continued otherwise
+    write_facts(folder, facts)
+    shorter = ["--resume_from_checkpoint", str(run), "--max_steps", "5"]
+    assert_user_error("is at step 6 of 5, so nothing is left to train", train_accelerate.main, shorter)
+    train(run, max_eval_samples=2)
+    assert [row["step"] for row in read_facts(folder)["results"]["rows"]] == [3, 6]
+    assert read_facts(folder)["results"]["rows"][-1]["eval_loss"] == validations[1]["eval_loss"]
+    folder.report.write_text("Mine.")
+    folder.facts.unlink()
+    train(run, max_eval_samples=2)
+    assert [path.read_text() for path in run.glob("report.edited-*.md")] == ["Mine."]
     shutil.rmtree(run / "checkpoints" / "step_00000006")
     train(run, "--resume_from_checkpoint", str(run), max_eval_samples=2, max_steps=3)
     [end] = (entry for entry in metrics(run) if "eval_loss" in entry)

@@ -146,7 +146,7 @@ def test_spawned_processes_all_start_and_end(monkeypatch):
     with closing(Workers(2)) as workers:
         workers.start(20)
         assert len(workers.processes) == 2
-    assert not multiprocessing.active_children()
+    wait_until(lambda: not multiprocessing.active_children())
 
 
 def test_killed_worker_is_reported_in_one_sentence(planned):

@@ -217,7 +217,8 @@ def _starting_point(
         state = replace(state, losses=(), unlogged=0)  # they are not a measure for the losses that follow
     start = ResumePoint(checkpoint, replace(state, position=plan.position, settings=settings), changes)
     folder = config.run.folder
-    if plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, start.step):
+    may_validate = start.step <= plan.max_steps
+    if may_validate and plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, start.step):
         scores_all = start.step == plan.max_steps and config.evaluation.max_eval_samples is not None
         has_it = on_main(accelerator, lambda: is_reported(folder, start.step, scores_all))
         start = replace(start, owes_validation=start.is_own(folder) and not has_it)

@@ -149,8 +149,9 @@ def is_reported(folder: RunFolder, step: int, scores_all: bool) -> bool:
     must have scored the sample and all held-out text."""
     validations = [entry for entry in metrics.read_metrics(folder.metrics) if "eval_loss" in entry]
     entry = next((entry for entry in validations if entry["step"] == step), {})
-    rows = ((read_facts(folder) or {}).get("results") or {}).get("rows") or [{"step": -1}]
-    return ("eval_sampled_loss" in entry if scores_all else bool(entry)) and rows[-1]["step"] >= step
+    row = [{"step": -1}, *((read_facts(folder) or {}).get("results") or {}).get("rows", [])][-1]
+    has_row = row["step"] > step or (row["step"], row.get("eval_loss")) == (step, entry.get("eval_loss"))
+    return has_row and ("eval_sampled_loss" in entry if scores_all else bool(entry))
 
 
 def summarize_run(folder: RunFolder) -> dict[str, Any]:

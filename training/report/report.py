@@ -72,7 +72,7 @@ def write_report(folder: RunFolder) -> None:
     facts = read_facts(folder)
     if facts is None:  # deleted or damaged since the start; the next start of the run writes it again
         return
-    if folder.report.is_file() and facts.get("report_sha256") not in (None, digest := file_sha256(folder.report)):
+    if folder.report.is_file() and facts.get("report_sha256") != (digest := file_sha256(folder.report)):
         page = folder.report.rename(folder.path / f"report.edited-{digest[:8]}.md")
         say(f"{folder.report} was edited: that page is now {page}, because the run writes a new one.")
     entries = read_metrics(folder.metrics)
