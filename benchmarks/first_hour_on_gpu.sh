@@ -82,6 +82,10 @@ for MODE in "" "--torch_compile_mode max-autotune-no-cudagraphs" "--bf16_residua
     on_gpu "speed${MODE// /_}" "tokens/s in the last line" \
         $TRAIN $UNSAVED --max_steps 80 --per_device_train_batch_size $MICRO $MODE --output_dir "$OUT/speed"
 done
+for CHOICE in true false; do
+    on_gpu "quickstart_compiled_$CHOICE" "if false takes fewer seconds, auto should not compile runs as short as this" \
+        $TRAIN --torch_compile $CHOICE --overwrite_output_dir true --output_dir "$OUT/quickstart_$CHOICE"
+done
 on_gpu mix_order "tokens/s, to compare with speed.log" env TORCHINDUCTOR_MIX_ORDER_REDUCTION=0 \
     bash -c "$TRAIN $UNSAVED --max_steps 80 --per_device_train_batch_size $MICRO --output_dir $OUT/speed"
 on_gpu saving "seconds_copying below 0.2 in events.jsonl" bash -c \

@@ -93,6 +93,8 @@ def test_largest_micro_batch_fits_and_sharded_model_keeps_full_gradients():
     single, eighth = (Memory(GPT2ScratchConfig(), HALF, True, sharded_by=n).fixed() for n in (1, 8))
     assert eighth["optimizer"] == single["optimizer"] // 8
     assert eighth["gradients"] == single["gradients"] // 8 + single["gradients"]
+    replicated = Memory(GPT2ScratchConfig(), HALF, True, processes=8).fixed()  # buckets, and gradients that accumulate
+    assert replicated == single | {"gradients": 2 * single["gradients"]}
 
 
 # Peaks counted by the allocator on the fake CUDA runtime (tests/fake_cuda), including gradients of an earlier

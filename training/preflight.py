@@ -245,10 +245,11 @@ def make_plan(
     token_bytes = placement.n_bytes if placement is not None else 0
     available = available_memory(accelerator, config.cost.plan_device, token_bytes)
     on_gpu = accelerator.device.type == "cuda" or config.cost.plan_device is not None
-    sharded_by = accelerator.num_processes if setup.shards(accelerator) else 1
+    processes = accelerator.num_processes
+    sharded_by = processes if setup.shards(accelerator) else 1
     program = 0 if on_gpu else psutil.Process().memory_info().rss + PROGRAM_GROWS
     optimizer, horizon = config.optim.optimizer, config.optim.weight_average
-    memory = Memory(model, setup, on_gpu, sharded_by, program, optimizer, has_average=horizon is not None)
+    memory = Memory(model, setup, on_gpu, sharded_by, program, optimizer, horizon is not None, processes)
     if not (on_gpu or config.cost.plan):
         problems.sentences += host_memory_problems(memory, local)
     largest = memory.largest_micro_batch(available)
@@ -256,7 +257,6 @@ def make_plan(
         largest = int(accelerator.gather(torch.tensor([largest], device=accelerator.device)).min())
     largest = min(largest, restarted().get("micro_batch", largest))
     if position.step and not on_gpu:
-        processes = accelerator.num_processes
         largest = min(largest, on_main(accelerator, lambda: _earlier_micro_batch(config.run.folder, processes)))
     batches = plan_batches(config.batch, model.n_positions, accelerator.num_processes, largest)
     order = problems.add_of(WindowOrder, [store.metadata.train.tokens, model.n_positions, config.run.seed])

@@ -11,7 +11,7 @@ from training.step.size import size_of
 
 USABLE = 0.8  # fraction of free memory; the rest is for workspaces, fragmentation and memory kept by compilation
 LARGEST_MICRO_BATCH = 1 << 30  # sequences: the maximum of --per_device_train_batch_size
-BYTES_KEPT_WHOLE = 4  # per parameter: unsharded gradients on every process of a sharded model, during accumulation
+BYTES_KEPT_WHOLE = 4  # per parameter, with several processes: accumulated gradients, in addition to buckets or shards
 # Bytes that a block keeps for its backward pass, each as (fp32, half): per token and unit of its width, and per unit of
 # its MLP's width, before and after the activation (counted by test_memory.py).
 KEPT, KEPT_BY_MLP = (32.4, 20.4), (8, 4)
@@ -40,6 +40,7 @@ class Memory:
     program: int = 0  # bytes of Python and PyTorch
     optimizer: str = "adamw"
     has_average: bool = False  # of the weights
+    processes: int = 1  # of the job
 
     @property
     def in_half(self) -> bool:
@@ -59,7 +60,7 @@ class Memory:
         """Return the components that do not depend on the micro-batch."""
         N, P = self.parameters, self.sharded_by
         parts = {"weights": 4 * N // P, "gradients": 4 * N // P, "optimizer": self.moments // P}
-        if P > 1:
+        if max(P, self.processes) > 1:
             parts["gradients"] += BYTES_KEPT_WHOLE * N
         if self.has_average:
             parts["weights"] *= 2

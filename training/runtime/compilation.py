@@ -65,8 +65,8 @@ def is_automatic(choice: str) -> bool:
 
 
 def pays_off(flops: float, threshold: float) -> bool:
-    """Return whether compiling saves more time than it takes in so many operations of each process. On a GPU, it always
-    does."""
+    """Return whether compiling saves more time than it takes in so many operations of each process. On a GPU, it is
+    taken for granted, because no time was measured there."""
     return torch.accelerator.is_available() or flops > threshold * torch.get_num_threads()
 
 
