@@ -354,7 +354,7 @@ def test_out_of_memory_in_one_process_of_two_halves_the_micro_batch_of_both(laun
     path = f"import os, sys; sys.path.insert(0, {os.getcwd()!r})\n"
     limit = 'if os.environ["LOCAL_RANK"] == "1" and resource.getrlimit'
     script.write_text(path + LIMITED % STARVED.replace("if resource.getrlimit", limit))
-    settings = TINY | LARGE | {"tokens_per_step": 524288}
+    settings = TINY | LARGE | {"tokens_per_step": 524288, "max_steps": 1}
     arguments = flags(data=store.folder, output_dir=tmp_path / "run", **settings)
     result = launch(*TWO_PROCESSES, script, *arguments, MALLOC_ARENA_MAX="1")
     assert result.returncode == 0, result.stderr
