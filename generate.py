@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from common.command_line import FlagParser, run
 from common.errors import UserError
 from common.limits import setting
+from common.terminal import printable
 from modeling_gpt2scratch.loading import ModelError, arrange_weights, check_logits
 from modeling_gpt2scratch.prompts import chat_ids, encode_prompt, end_tokens
 from training.checkpoints.loading import find_model, load_any_model, model_errors
@@ -34,7 +35,6 @@ from training.evaluation.sampling import TextStream, compiled, continue_texts, c
 
 REPOSITORY = Path(__file__).parent
 BATCH_SIZE = 32  # continuations per batch; GPT-2's keys and values take 75 MB per continuation at full context in fp32
-CONTROL = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")  # all but tab and line breaks
 CHAT_HELP = """\
 /reset  forget the conversation     /system TEXT  also set the system message
 /exit   end the chat, like Ctrl-D   Ctrl-C        stop an answer or a line"""
@@ -142,8 +142,8 @@ def chat(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str
 
 
 def write(text: str) -> None:
-    """Print a piece of text. On a terminal, control characters become U+FFFD: a model can generate escape codes."""
-    print(text.translate(CONTROL) if sys.stdout.isatty() else text, end="", flush=True)
+    """Print a piece of text."""
+    print(printable(text, sys.stdout), end="", flush=True)
 
 
 def lines(prompt: str) -> Iterator[str]:

@@ -18,6 +18,7 @@ PIECE_BYTES = 1 << 20
 def write_atomic(path: Path, text: str) -> None:
     """Write a text file, force it to disk, and rename it into place."""
     draft = path.with_name(path.name + ".tmp")
+    draft.unlink(missing_ok=True)  # a link would be followed
     draft.write_bytes(text.encode(errors="backslashreplace"))  # file names may not be UTF-8
     fsync(draft)
     os.replace(draft, path)

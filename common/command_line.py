@@ -23,6 +23,7 @@ from common import interrupt, limits
 from common.errors import Problems, UserError
 from common.removal import is_marked
 from common.settings_file import read_yaml
+from common.terminal import printable
 
 REPORT_SECONDS = 10.0  # time for which other processes of a job wait while one reports a shared problem
 HELP = frozenset({"-h", "--help", "--help_all"})
@@ -289,7 +290,7 @@ def _report(error: UserError) -> int:
     reported by the first process of that machine."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or (os.environ.get("LOCAL_RANK", rank) == "0" and not error.is_reported):
-        for sentence in str(error).splitlines():
+        for sentence in printable(str(error), sys.stderr).splitlines():
             line = f"error{f' (rank {rank})' if rank != '0' else ''}: {sentence}"
             width = shutil.get_terminal_size().columns if sys.stderr.isatty() else len(line)
             line = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False, expand_tabs=False)

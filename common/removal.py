@@ -27,6 +27,7 @@ def mark(folder: Path, kind: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not is_marked(folder, kind):
         draft = folder / UNFINISHED_MARK  # a partly written file is not a mark
+        draft.unlink(missing_ok=True)  # a link would be followed
         draft.write_text(_content(kind), encoding="utf-8")
         draft.replace(folder / MARK)
 

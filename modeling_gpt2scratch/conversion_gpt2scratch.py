@@ -349,7 +349,8 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     except (ModelError, OSError, UnicodeError) as error:
-        print(f"error: {' '.join(str(error).split())[:500]}", file=sys.stderr)
+        text = "".join(character if character.isprintable() else " " for character in str(error))
+        print(f"error: {' '.join(text.split())[:500]}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -108,11 +108,18 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
         folder = fetch(source, *TOKENIZER, *OLD_TOKENIZER)
         if not has_tokenizer(folder):
             raise ModelError("tokenizer.json is missing")
+        for name in tokenizer_files(folder):
+            own_file(folder, name)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         tokenizer.encode("")  # fails if its settings have a wrong type
         if not tokenizer.is_fast:
             raise ModelError("only fast tokenizers (tokenizer.json) are supported")
         return tokenizer
+
+
+def tokenizer_files(folder: Path) -> list[str]:
+    """Return the names of files that may be part of a tokenizer."""
+    return [*TOKENIZER, *OLD_TOKENIZER, *(path.relative_to(folder).as_posix() for path in folder.glob(TEMPLATES))]
 
 
 def has_tokenizer(folder: Path) -> bool:

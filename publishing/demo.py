@@ -181,7 +181,7 @@ def publish(options: DemoArguments) -> None:
         write_page(entries, folder, title, options.examples or examples, options.onnx or "fp32", options.cdn)
         write_card(folder, SpaceCardData(title=title, sdk=sdk, short_description="Models that run in your browser"))
     if not space.id:
-        print(f"Wrote {folder}: serve it with python -m http.server -d {shlex.quote(str(folder))}")
+        print(f"Wrote {folder}: serve it with python -m http.server --bind 127.0.0.1 -d {shlex.quote(str(folder))}")
     elif options.dry_run:
         print(f"Not uploaded (--dry_run): {folder} would be uploaded to {space.id}.")
     else:

@@ -19,7 +19,8 @@ TOKENS = 2048  # maximum number of tokens per forward pass
 NEW_TOKENS = 24
 CALLS = ("bind", "connect", "getaddrinfo", "gethostbyaddr", "gethostbyname", "sendmsg", "sendto")
 NETWORK = {f"socket.{name}" for name in CALLS}
-CHANGES = {"os.chmod", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"}
+CHANGES = {"os.chmod", "os.chown", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink"}
+CHANGES |= {"os.truncate", "sqlite3.connect"}
 
 
 @torch.no_grad()
@@ -39,8 +40,8 @@ def scores(model, windows: dict[str, torch.Tensor]) -> tuple[list[float], list[i
 
 def restrict(secrets: list[str]) -> None:
     """Refuse network access, other programs, changes outside the folder of this process and of the Hub's cache, and
-    reading the token or another process, as far as a process can restrict itself. This stops careless code. Malicious
-    code can bypass it by calling the C library."""
+    reading the token or another process, as far as a process can restrict itself. This stops careless code, except in
+    libraries written in C, such as `torch.save`. Malicious code can bypass it by calling the C library."""
 
     def guard(event: str, arguments: tuple) -> None:
         if event in NETWORK:
@@ -50,7 +51,8 @@ def restrict(secrets: list[str]) -> None:
         if event != "open" and event not in CHANGES:
             return
         changes = event != "open" or arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        for path in arguments[: 2 if event in ("os.rename", "os.link") else 1]:
+        paths = {"os.rename": arguments[:2], "os.link": arguments[:2], "os.symlink": arguments[1:2]}
+        for path in paths.get(event, arguments[:1]):
             real = os.path.realpath(os.fsdecode(path)) if isinstance(path, str | bytes) else ""
             if real in files:
                 raise PermissionError("The model's code tries to read the Hub token.")

@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from common.errors import NONSENSE, UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
-from modeling_gpt2scratch.loading import CONFIG, TOKENIZER, own_file
+from modeling_gpt2scratch.loading import CONFIG, TOKENIZER, own_file, tokenizer_files
 from modeling_gpt2scratch.prompts import add_turn_end
 from publishing.upload import SIGNATURE_PATTERN
 from tokenizer.encoding import vocabulary
@@ -80,6 +80,8 @@ class PublishedModel:
         for path in run.files if run is not None else [folder / "README.md"]:
             _check_link(path.parent, path.name)
         model, facts = load_own_model(folder, torch.float32), facts_of(run) if run is not None else None
+        for name in (*tokenizer_files(folder), ROOT_PAGE):
+            _check_link(folder, name)
         tokenizer = vocabulary.load(folder)
         add_turn_end(model, tokenizer)  # older versions did not save it
         # A run may have results of other weights than these.

@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import io
 import os
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import training.evaluate
 from common.command_line import FlagParser, run
 from common.errors import UserError
 from common.settings_file import read_yaml
+from common.terminal import printable
 from conftest import REPOSITORY, error_of, flags
 from training.config import PARTS, read_config
 from training.plan.plan import LengthArguments
@@ -331,6 +333,16 @@ COMMANDS: dict[str, dict[str, str]] = {
 WRONG = ("nan", "inf", "-1", str(10**30), "9" * 5000)
 NUMBERS = (*WRONG, "0", str(10**12), "1e-300")
 NAMES = ("", " ", "a\0b", "x/" * 5000, "x" * 256, "caf\udce9")
+
+
+def test_control_characters_are_not_sent_to_a_terminal():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    text = "a tensor \x1b]0;x\x07\x9b2J\tis\nunknown"
+    assert printable(text, io.StringIO()) == text
+    assert printable(text, Terminal()) == "a tensor \ufffd]0;x\ufffd\ufffd2J\tis\nunknown"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

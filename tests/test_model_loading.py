@@ -150,6 +150,7 @@ def linked(name: str):
         (indexed("model.bin"), "which is not a safetensors file"),
         (linked(WEIGHTS), "model.safetensors is a link out of the folder"),
         (linked(CONFIG), "config.json is a link out of the folder"),
+        (linked("tokenizer_config.json"), "tokenizer_config.json is a link out of the folder"),
     ],
 )  # fmt: skip
 def test_an_incomplete_or_wrong_model_is_refused_in_one_sentence(tmp_path, change, expected, capsys):

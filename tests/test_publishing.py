@@ -207,6 +207,7 @@ ATTEMPTS = {
     "open(f'/proc/{os.getppid()}/environ')": "read another process",
     "open(PARENT + '/new', 'w')": "change a file outside its folder",
     "os.rename('request', PARENT + '/new')": "change a file outside its folder",
+    "os.symlink('request', PARENT + '/new')": "change a file outside its folder",
     "os.remove(PARENT + '/custom/README.md')": "change a file outside its folder",
 }
 TRY_ALL = f"""

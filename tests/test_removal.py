@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from common.atomic import unfinished_path
+import train_accelerate
+from common.atomic import unfinished_path, write_atomic
 from common.removal import MARK, discard, is_marked, mark, renew
 from conftest import REPOSITORY, TINY, assert_user_error, contents, flags, flip
 from publishing import gguf_file
@@ -73,6 +74,25 @@ def test_overwriting_a_run_keeps_the_files_that_no_run_wrote(train, finished_cop
         in capsys.readouterr().out
     )
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003"]
+
+
+def test_a_planted_link_is_neither_followed_nor_kept(finished_copy, train, tmp_path):
+    run, thesis = finished_copy, tmp_path / "thesis.md"
+    original = write(tmp_path, "thesis.md")["thesis.md"]
+    for name in ("status.json.tmp", "new/.gpt2scratch.json.tmp"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).symlink_to(thesis)
+    write_atomic(run / "status.json", "{}")
+    mark(run / "new", "run")
+    assert is_marked(run / "new", "run")
+    (run / "events.jsonl").unlink()
+    (run / "events.jsonl").symlink_to(thesis)
+    assert_user_error(r"events\.jsonl is a link, through which the run would write elsewhere", train, run, max_steps=7)
+    assert thesis.read_bytes() == original
+    (run / "events.jsonl").unlink()
+    (run / "config.yaml").write_text((run / "config.yaml").read_text() + f"output_dir: {tmp_path}\n")
+    resumes = ["--resume_from_checkpoint", str(run), "--max_steps", "7"]
+    assert_user_error(r"config\.yaml sets output_dir, which no run records", train_accelerate.main, resumes)
 
 
 def test_files_of_the_user_are_not_replaced_by_files_of_the_same_name(finished_copy, tmp_path, monkeypatch):

@@ -123,6 +123,7 @@ def test_last_validation_also_scores_the_sample_of_earlier_ones(train, store, tm
     assert end["eval_sampled_tokens"] == first["eval_tokens"]
     assert "eval_sampled_loss" not in first
     windows = eval_windows(store, 16, 2, mask_documents=False)
+    assert eval_windows(store, 10**9, 1, False)["inputs"].shape == (1, store.metadata.val.tokens - 1)
     model = GPT2ScratchForCausalLM.from_pretrained(run / "model").eval()
     with torch.no_grad():
         logits = model(windows["inputs"]).logits

@@ -344,6 +344,14 @@ def test_a_tokenizer_adds_no_tokens_that_the_training_text_lacks(tmp_path, made_
     assert rules(ours) == rules(theirs)
 
 
+def test_a_link_out_of_a_tokenizer_folder_is_refused(bpe, tmp_path):
+    vocabulary.save(bpe, tmp_path / "folder")
+    (tmp_path / "secret").write_text("a token")
+    (tmp_path / "folder" / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    assert SavedTokenizer.read(tmp_path / "folder") is None
+    assert_one_sentence(r"chat_template\.jinja is a link out of the folder", vocabulary.load, tmp_path / "folder")
+
+
 @pytest.mark.parametrize("content", ["", "{}", '{"model": {}, "added_tokens": []}'])
 @pytest.mark.parametrize("made_here", [False, True])
 def test_damaged_tokenizer_files_are_refused(bpe, tmp_path, content, made_here):

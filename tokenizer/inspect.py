@@ -6,12 +6,14 @@ python -m tokenizer.inspect data/my --split val --document 3
 
 import common.interrupt  # noqa: F401  (first: for Ctrl-C during the other imports)
 
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
 from common.command_line import FlagParser, run
 from common.errors import Problems, UserError
 from common.limits import setting
+from common.terminal import printable
 from tokenizer.build import report
 from tokenizer.store.store import SPLITS, TokenStore
 
@@ -27,7 +29,7 @@ def main(arguments: list[str]) -> None:
     (options,) = FlagParser((InspectArguments,), __doc__.splitlines()[0], positional="store").parse(arguments)
     store = TokenStore(options.store)
     if options.document is not None:
-        print(decode(store, options.split, options.document))
+        print(printable(decode(store, options.split, options.document), sys.stdout))
         return
     show(store)
     store.check_hashes()
@@ -43,7 +45,7 @@ def show(store: TokenStore) -> None:
     kind = report.tokenizer_kind(metadata)
     print(f"{store.folder}: {kind} with {metadata.vocab_size:,} tokens, ids stored as {metadata.dtype}\n")
     print(report.render("splits.md.j2", {"metadata": metadata}))
-    print(f"source: {', '.join(metadata.sources)}\ncommand: {metadata.command}")
+    print(printable(f"source: {', '.join(metadata.sources)}\ncommand: {metadata.command}", sys.stdout))
     print(report.documents(metadata))
     if left_out := report.left_out(metadata):
         print(f"left out or changed: {'; '.join(left_out)}; examples in {store.folder / 'report.md'}")

@@ -53,6 +53,9 @@ CHOICES = {part.name for kind in (ModelArguments, OptimArguments, LengthArgument
 LENGTHS = {part.name for part in fields(LengthArguments)}  # three ways to state one length
 CHOICES |= {"tokens_per_step", "eval_steps", "max_eval_samples", "save_steps", "save_total_limit", "logging_steps"}
 CHOICES |= {"load_best_model_at_end"}
+# A run's config.yaml has none of these, because they apply to one command.
+COMMAND_SETTINGS = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir", "allow_change", "profile"}
+COMMAND_SETTINGS |= {"plan", "plan_device", "plan_steps", "verbose"}
 PRESETS = Path(__file__).parent.parent / "presets"
 QUICKSTART, CONTINUATION = PRESETS / "quickstart.yaml", PRESETS / "continued.yaml"
 FILES = {"config", "resume_from_checkpoint"}  # flags that name the file of settings
@@ -229,6 +232,9 @@ def _given(flags: dict[str, Any], file: dict[str, Any]) -> TrainConfig:
     if flags.keys() >= FILES:
         run = run_of(Path(flags["resume_from_checkpoint"]))
         raise UserError(f"{run} has its own {CONFIG_FILE}; leave out --config and override settings with flags.")
+    if "resume_from_checkpoint" in flags and (names := sorted(COMMAND_SETTINGS & file.keys())):
+        path = run_of(Path(flags["resume_from_checkpoint"])) / CONFIG_FILE
+        raise UserError(f"{path} sets {', '.join(names)}, which no run records; remove that, or use a flag.")
     if LENGTHS & flags.keys() or ("budget" in flags and file.get("budget")):  # the file's length is for its own budget
         file = {name: value for name, value in file.items() if name not in LENGTHS}
     if "init_from" in flags and "budget" in flags and "config" not in flags:  # which chooses the rest
@@ -294,13 +300,11 @@ def _default_folder(config: TrainConfig, flags: dict[str, Any], path: Path) -> s
 def dump_config(config: TrainConfig, omits_defaults: bool = False) -> str:
     """Return the YAML that `--config` reads back to the same run, with all settings or those that differ from
     defaults."""
-    command_settings = {"output_dir", "resume_from_checkpoint", "overwrite_output_dir", "allow_change", "profile"}
-    command_settings |= {"plan", "plan_device", "plan_steps", "verbose"}
     # A budget decides the choices.
     defaults = {name: value for name, value in DEFAULTS.items() if name not in CHOICES} if omits_defaults else {}
     content = {
         name: value
         for name, value in config.flat().items()
-        if value != defaults.get(name) and name not in command_settings
+        if value != defaults.get(name) and name not in COMMAND_SETTINGS
     }
     return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.errors import Problems, UserError, counted
 from common.machine import free_memory
-from modeling_gpt2scratch.loading import TOKENIZER, load_tokenizer
+from modeling_gpt2scratch.loading import TOKENIZER, load_tokenizer, own_file
 from tokenizer.corpus.named_data import dataset_of, find
 from tokenizer.corpus.units import Corpus
 from tokenizer.store.store import SPLITS, TokenStore
@@ -184,7 +184,9 @@ def _tokenizer(store: TokenStore, checkpoint: Path | None, source: str | None) -
     checkpoint, or of the pretrained model `source`."""
     tokenizer = store.load_tokenizer()
     if tokenizer.chat_template is None:
-        if checkpoint is not None and (template := checkpoint / TOKENIZER[-1]).is_file():
+        with model_errors():
+            template = own_file(checkpoint, TOKENIZER[-1]) if checkpoint is not None else None
+        if template is not None:
             tokenizer.chat_template = template.read_text(encoding="utf-8")
         elif checkpoint is None and source is not None:
             with model_errors():

@@ -162,5 +162,6 @@ def _public_command(metadata: Metadata) -> str:
         if name not in NO_FLAGS and value != usual.get(name) and value != []:
             values = value if isinstance(value, list) else [] if value is True else [value]
             of_this_machine = name in ("tokenizer", "chat_template", "import_tokens", "val")
-            parts += [f"--{name}", *(_public(item) if of_this_machine else str(item) for item in values)]
+            texts = map(str, values)
+            parts += [f"--{name}", *(_public(item) if of_this_machine or item[:1] in "/~" else item for item in texts)]
     return shlex.join(parts)

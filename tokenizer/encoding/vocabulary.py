@@ -242,7 +242,8 @@ class SavedTokenizer:
             special = {name: token for name, token in config.items() if name.endswith("_token") and token}
             is_plain = all(isinstance(token, str) for token in special.values())
             file, template = folder / "tokenizer.json", folder / "chat_template.jinja"
-            if is_generic and is_plain and file.is_file() and not any((folder / name).exists() for name in OTHER_FILES):
+            is_other = any((folder / name).exists() for name in OTHER_FILES) or any(_links_out(folder))
+            if is_generic and is_plain and file.is_file() and not is_other:
                 source = template.read_text(encoding="utf-8") if template.is_file() else None
                 return cls(folder, Tokenizer.from_file(str(file)), special, source)
         return None
@@ -277,6 +278,8 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
     files = ("tokenizer.json", "vocab.json")  # without both, AutoTokenizer would return an empty one
     if folder.is_dir() and not any((folder / file).is_file() for file in files):
         raise UserError(f"{name} has neither tokenizer.json nor vocab.json, so no tokenizer can be loaded.")
+    if link := next(_links_out(folder), None):
+        raise UserError(f"{link} is a link out of the folder, whose content would be copied; replace it by the file.")
     from transformers import AutoTokenizer
 
     try:
@@ -292,6 +295,16 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
     if names_no_end and tokenizer.backend_tokenizer.token_to_id(END_OF_TEXT) is not None:
         tokenizer.eos_token = END_OF_TEXT
     return tokenizer
+
+
+def _links_out(folder: Path) -> Iterator[Path]:
+    """Yield each file of a tokenizer that is a link out of its folder, but not into the Hub's cache."""
+    home = folder.resolve()
+    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
+    for path in (path for pattern in ("*.json", "*.txt", "*.jinja", "*/*.jinja") for path in folder.glob(pattern)):
+        target = path.resolve()
+        if not target.is_relative_to(home) and target.parent != blobs:
+            yield path
 
 
 def _from_file(path: Path) -> "PreTrainedTokenizerFast":

@@ -76,6 +76,9 @@ class RunArguments:
     def problems(self) -> Iterator[str]:
         if not may_hold_run(self.folder):
             yield f"{self.output_dir} exists and is not a run folder; use another --output_dir."
+        for path in (*self.folder.files, self.folder.tensorboard, self.folder.profile):
+            if path.is_symlink():
+                yield f"{path} is a link, through which the run would write elsewhere; replace it by what it leads to."
 
 
 class RunFolder:

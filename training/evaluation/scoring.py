@@ -91,7 +91,7 @@ def score_split(
     model: GPT2ScratchForCausalLM, store: TokenStore, tokens: Tokens, micro_batch: int, accelerator: Accelerator
 ) -> dict[str, Any]:
     """Score the whole validation split like `evaluate`. Return its metrics with their standard errors."""
-    context = model.config.n_positions
+    context = min(model.config.n_positions, max(1, len(tokens) - 1))
     edges, unit_name = units(store.offsets("val"))
     nats = np.zeros(len(edges) - 1)
     starts = eval_starts(len(tokens), context, micro_batch, accelerator)
@@ -175,6 +175,7 @@ def eval_windows(store: TokenStore, context: int, number: int, mask_documents: b
     """Return the inputs and targets of the windows that a validation of `number` windows scores, (N, context) each.
     With masked documents, return positions too."""
     tokens = place_tokens(store, "val", "mmap", torch.device("cpu"), mask_documents)
+    context = min(context, max(1, len(tokens) - 1))
     batch = tokens.batch(_window_starts(len(tokens), context, number), context)
     names = ("inputs", "targets", "positions") if mask_documents else ("inputs", "targets")
     return {name: getattr(batch, name) for name in names}

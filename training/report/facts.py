@@ -4,6 +4,7 @@ Each start of the run writes the facts that no other file holds: model and data.
 far.
 """
 
+import os
 import re
 import shlex
 import time
@@ -106,6 +107,8 @@ def gather(folder: RunFolder) -> dict[str, Any]:
     command = shlex.join(_without_machine(launch_words()))
     samples, settings = read_samples(folder.samples), read_yaml(folder.config)
     starts, source = starts_in_force(events), settings.get("init_from")
+    if "exclude" in settings:
+        settings["exclude"] = list(map(_as_typed, settings["exclude"]))
     environments = [{"step": start["step"], "text": start["environment"]} for start in starts if "environment" in start]
     evaluations, reference = [entry for entry in entries if "eval_loss" in entry], find_reference(folder)
     texts_at = {step: texts for step, texts in samples.items() if texts}
@@ -206,7 +209,7 @@ def _without_machine(words: list[str]) -> list[str]:
 
 def _as_typed(value: str) -> str:
     """Return the value of a setting. An absolute path outside of the current folder is private, so shortened."""
-    path = PurePath(value)
+    path = PurePath(os.path.expanduser(value))
     if not path.is_absolute():
         return value
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else PurePath("path/to", path.name))

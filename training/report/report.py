@@ -213,7 +213,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def weight_hashes(model: Path) -> list[str]:
-    return [file_sha256(path) for path in sorted(model.glob("*.safetensors"))]
+    return [file_sha256(path) for path in sorted(model.glob("*.safetensors")) if path.is_file()]
 
 
 def _page(results: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from functools import partial
 from accelerate import Accelerator
 
 from common.progress import IN_NOTEBOOK
+from common.terminal import printable
 
 LABEL = re.compile(r"[A-Z][a-z]+: +| *")  # its length is the indentation of continuation lines
 FLUSHED_PRINT = partial(print, flush=True)
@@ -25,7 +26,7 @@ def say(text: str, through: Callable[[str], object] = FLUSHED_PRINT) -> None:
     """Print a message, wrapped to the terminal width. A closed output (terminal or pipe) does not end the run."""
     try:
         is_shown = sys.stdout is not None and sys.stdout.isatty() and not IN_NOTEBOOK  # None: it is closed
-        through(wrapped(text, shutil.get_terminal_size().columns) if is_shown else text)
+        through(wrapped(printable(text, sys.stdout), shutil.get_terminal_size().columns) if is_shown else text)
     except (OSError, SystemExit):  # rich raises SystemExit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

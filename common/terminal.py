@@ -1,0 +1,11 @@
+"""Text on a terminal."""
+
+from typing import TextIO
+
+# All but tab and line breaks: names in the files of others may contain escape codes, and a model can generate them.
+CONTROL = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "\ufffd")
+
+
+def printable(text: str, output: TextIO | None) -> str:
+    """Return `text` for `output`, on a terminal with U+FFFD in place of control characters."""
+    return text.translate(CONTROL) if output is not None and output.isatty() else text
