@@ -209,7 +209,7 @@ def own_file(folder: Path, name: str) -> Path | None:
         return None
     target, home = path.resolve(), folder.resolve()
     # In the Hub's cache, files of a snapshot are links into the folder `blobs` of the repository.
-    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
+    blobs = next((part.parent / "blobs" for part in home.parents if part.name == "snapshots"), home)
     if not target.is_relative_to(home) and target.parent != blobs:
         raise ModelError(f"{name} is a link out of the folder")
     return path

@@ -350,6 +350,14 @@ def test_a_link_out_of_a_tokenizer_folder_is_refused(bpe, tmp_path):
     (tmp_path / "folder" / "chat_template.jinja").symlink_to(tmp_path / "secret")
     assert SavedTokenizer.read(tmp_path / "folder") is None
     assert_one_sentence(r"chat_template\.jinja is a link out of the folder", vocabulary.load, tmp_path / "folder")
+    snapshot = tmp_path / "models--me--x" / "snapshots" / "0" / "tokenizer"
+    (snapshot.parents[2] / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "folder" / name).rename(snapshot.parents[2] / "blobs" / name)
+        (snapshot / name).symlink_to(snapshot.parents[2] / "blobs" / name)
+    (snapshot / "input.txt").symlink_to(tmp_path / "secret")  # no part of the tokenizer
+    assert SavedTokenizer.read(snapshot) is not None
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"model": {}, "added_tokens": []}'])

@@ -234,7 +234,7 @@ def _given(flags: dict[str, Any], file: dict[str, Any]) -> TrainConfig:
         raise UserError(f"{run} has its own {CONFIG_FILE}; leave out --config and override settings with flags.")
     if "resume_from_checkpoint" in flags and (names := sorted(COMMAND_SETTINGS & file.keys())):
         path = run_of(Path(flags["resume_from_checkpoint"])) / CONFIG_FILE
-        raise UserError(f"{path} sets {', '.join(names)}, which no run records; remove that, or use a flag.")
+        raise UserError(f"{path} sets {', '.join(names)}, which only a command may; remove it there.")
     if LENGTHS & flags.keys() or ("budget" in flags and file.get("budget")):  # the file's length is for its own budget
         file = {name: value for name, value in file.items() if name not in LENGTHS}
     if "init_from" in flags and "budget" in flags and "config" not in flags:  # which chooses the rest

@@ -153,6 +153,11 @@ def _public(source: str) -> str:
     return source if HubDataset.parse(source) is not None else Path(source).name
 
 
+def _public_pattern(pattern: str) -> str:
+    """Return a pattern of files, if it is absolute without the names of local folders."""
+    return f"path/to/{Path(pattern).name}" if pattern.startswith(("/", "~")) else pattern
+
+
 def _public_command(metadata: Metadata) -> str:
     """Return the command with all settings that differ from the defaults."""
     usual = Recipe(metadata.sources).settings()
@@ -162,6 +167,6 @@ def _public_command(metadata: Metadata) -> str:
         if name not in NO_FLAGS and value != usual.get(name) and value != []:
             values = value if isinstance(value, list) else [] if value is True else [value]
             of_this_machine = name in ("tokenizer", "chat_template", "import_tokens", "val")
-            texts = map(str, values)
-            parts += [f"--{name}", *(_public(item) if of_this_machine or item[:1] in "/~" else item for item in texts)]
+            texts = map(_public if of_this_machine else str, values)
+            parts += [f"--{name}", *(map(_public_pattern, texts) if name == "exclude" else texts)]
     return shlex.join(parts)

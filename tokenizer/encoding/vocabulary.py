@@ -40,6 +40,8 @@ LARGEST_GAP = 1_000_000  # ids that a tokenizer may leave out below its largest
 GENERIC_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # class names in Transformers 5 and 4
 # Files that only Transformers reads.
 OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "additional_chat_templates")
+FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja")
+FILES += ("additional_chat_templates/*.jinja",)
 CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "config.json")  # of which one names the end token
 
 
@@ -300,8 +302,8 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
 def _links_out(folder: Path) -> Iterator[Path]:
     """Yield each file of a tokenizer that is a link out of its folder, but not into the Hub's cache."""
     home = folder.resolve()
-    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
-    for path in (path for pattern in ("*.json", "*.txt", "*.jinja", "*/*.jinja") for path in folder.glob(pattern)):
+    blobs = next((part.parent / "blobs" for part in home.parents if part.name == "snapshots"), home)
+    for path in (path for name in (*FILES, *OTHER_FILES) for path in folder.glob(name) if path.is_file()):
         target = path.resolve()
         if not target.is_relative_to(home) and target.parent != blobs:
             yield path

@@ -23,6 +23,7 @@ from rich.markdown import Markdown, TableElement
 from common.atomic import file_sha256, write_atomic
 from common.errors import NONSENSE, UserError, check_format, counted, disk_errors
 from common.removal import is_marked, mark, refuse_replacing
+from common.terminal import printable
 from tokenizer.store.store import RESUMES, TokenStore
 from training.checkpoints.loading import name_of_model
 from training.checkpoints.metrics import read_events, read_metrics, seconds_until
@@ -109,7 +110,10 @@ def sections_of(page: str) -> dict[str, str]:
 
 
 class TerminalPage(Markdown):
-    """Markdown on a terminal, with tables that fold long names instead of truncating them."""
+    """Markdown on a terminal, without control characters, and with tables that fold long names."""
+
+    def __init__(self, page: str):
+        super().__init__(printable(page, sys.stdout))
 
     class Table(TableElement):
         def __rich_console__(self, *arguments: Any) -> RenderResult:
