@@ -1,6 +1,7 @@
 """Memory estimates compared with counted and measured memory."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,7 +91,8 @@ def test_largest_micro_batch_fits_and_sharded_model_keeps_full_gradients():
     constant = sum(memory.fixed().values())
     assert memory.total(largest) - constant <= 0.8 * (free - constant) < memory.total(largest + 1) - constant
     assert memory.largest_micro_batch(0) == 1  # the minimum, which is then tried
-    single, eighth = (Memory(GPT2ScratchConfig(), HALF, True, sharded_by=n).fixed() for n in (1, 8))
+    sharded = replace(HALF, sharding="device")
+    single, eighth = (Memory(GPT2ScratchConfig(), sharded, True, processes=n).fixed() for n in (1, 8))
     assert eighth["optimizer"] == single["optimizer"] // 8
     assert eighth["gradients"] == single["gradients"] // 8 + single["gradients"]
     replicated = Memory(GPT2ScratchConfig(), HALF, True, processes=8).fixed()  # buckets, and gradients that accumulate

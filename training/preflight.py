@@ -248,10 +248,9 @@ def make_plan(
     available = available_memory(accelerator, config.cost.plan_device, token_bytes)
     on_gpu = accelerator.device.type == "cuda" or config.cost.plan_device is not None
     processes = accelerator.num_processes
-    sharded_by = processes if setup.shards(accelerator) else 1
     program = 0 if on_gpu else psutil.Process().memory_info().rss + PROGRAM_GROWS
     optimizer, horizon = config.optim.optimizer, config.optim.weight_average
-    memory = Memory(model, setup, on_gpu, sharded_by, program, optimizer, horizon is not None, processes)
+    memory = Memory(model, setup, on_gpu, processes, program, optimizer, has_average=horizon is not None)
     if not (on_gpu or config.cost.plan):
         problems.sentences += host_memory_problems(memory, local)
     largest = memory.largest_micro_batch(available)

@@ -154,7 +154,7 @@ def _public(source: str) -> str:
 
 
 def _public_pattern(pattern: str) -> str:
-    """Return a pattern of files, if it is absolute without the names of local folders."""
+    """Return a pattern of files without the names of local folders. A relative one is below an input."""
     return f"path/to/{Path(pattern).name}" if pattern.startswith(("/", "~")) else pattern
 
 

@@ -36,11 +36,10 @@ class Memory:
     model: GPT2ScratchConfig
     setup: Setup
     on_gpu: bool  # on a CPU, the copy for saving and the program itself use the same memory as training
-    sharded_by: int = 1  # number of processes that share the model
+    processes: int = 1  # of the job; with sharding, they share the model
     program: int = 0  # bytes of Python and PyTorch
     optimizer: str = "adamw"
     has_average: bool = False  # of the weights
-    processes: int = 1  # of the job
 
     @property
     def in_half(self) -> bool:
@@ -58,9 +57,9 @@ class Memory:
 
     def fixed(self) -> dict[str, int]:
         """Return the components that do not depend on the micro-batch."""
-        N, P = self.parameters, self.sharded_by
+        N, P = self.parameters, self.processes if self.setup.sharding is not None else 1
         parts = {"weights": 4 * N // P, "gradients": 4 * N // P, "optimizer": self.moments // P}
-        if max(P, self.processes) > 1:
+        if self.processes > 1:
             parts["gradients"] += BYTES_KEPT_WHOLE * N
         if self.has_average:
             parts["weights"] *= 2
