@@ -16,8 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import pytest
 import torch
+import torch._dynamo.backends.distributed
 import torch._dynamo.testing
 from accelerate import Accelerator
+from torch import _dynamo
 from torch.profiler import ProfilerActivity, profile
 
 import train_accelerate
@@ -212,6 +214,9 @@ if __name__ == "__main__":
         check(accelerator)
         accelerator.print(f"passed: {check.__name__}", flush=True)
     leave_out_plots()
+    # A graph of DDP is divided at buckets of gradients. The first of 1 MB would contain a model as small as these.
+    torch.distributed._DEFAULT_FIRST_BUCKET_BYTES = 4096
+    _dynamo.backends.distributed.pretty_print_buckets = lambda buckets, _: print(f"{len(buckets)} buckets", flush=True)
     run_guard.stop_accelerator = lambda accelerator: accelerator.wait_for_everyone()  # the group stays in use
     for run in json.loads(Path(sys.argv[1]).read_text()):
         reset_accelerate()

@@ -79,6 +79,7 @@ def runs(launch, store, tmp_path_factory) -> Path:
     assert result.stdout.count("passed: check_") == 10
     assert result.stdout.count("2 processes, model and optimizer sharded") == 8  # all with FSDP
     assert result.stdout.count(", compiled, ") == 3 * COMPILES
+    assert result.stdout.count("2 buckets") == 4 * COMPILES, result.stdout  # two runs of two processes
     assert result.stdout.count("Time per step (steps 4 to 6)") == 1
     checkpoint = folder / "fsdp" / "checkpoints" / "step_00000003"
     trained(store, folder / "fsdp_to_alone", **SETTINGS, resume_from_checkpoint=checkpoint)
