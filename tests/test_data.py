@@ -1,5 +1,6 @@
 """Placement of tokens in memory, and document masking in whole runs."""
 
+import gzip
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -104,6 +105,29 @@ def test_a_text_is_read_by_one_process_and_again_only_if_it_may_have_changed(tmp
     assert find_recorded_store(str(text), "unknown") is None
     rebuilt = next((tmp_path / "cache").glob("*/metadata.json")).parent
     assert find_recorded_store(str(rebuilt), "unknown") is None  # of a run on a store that was built again
+
+
+def test_a_text_is_named_by_how_it_is_read_and_refused_if_it_changes_meanwhile(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_data, "CACHE", tmp_path / "cache")
+    text, packed = tmp_path / "books" / "a.txt", tmp_path / "books" / "b.txt"
+    text.parent.mkdir()
+    (text.parent / "metadata.json").write_text('{"license": "CC0"}')  # not that of a store
+    text.write_text("a text\n" * 9)
+    packed.write_bytes(gzip.compress(b"other letters\n" * 9))
+    recipe = Recipe([str(text.parent)], vocabulary=VocabularyArguments(tokenizer_type="character"))
+    sizes = [len(open_store(recipe, lambda line: None).load_tokenizer())]
+    packed.rename(packed.with_name("b.txt.gz"))
+    sizes.append(len(open_store(recipe, lambda line: None).load_tokenizer()))
+    assert sizes == [17, 20]
+
+    def changed(corpus: Corpus) -> str:
+        text.write_text("tea at\n" * 10)
+        return "its hash"
+
+    monkeypatch.setattr(Corpus, "fingerprint", changed)
+    text.write_text("a text\n" * 8)
+    assert_user_error(r"a\.txt was changed .* had 56 bytes and now has 70\. Run", open_store, recipe, lambda line: None)
+    assert len([*(tmp_path / "cache").glob("books-*")]) == 2
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import conftest
 from conftest import REPOSITORY, assert_one_sentence, contents, prose, trained
 from tokenizer import pretokenize
 from tokenizer.build import export
+from tokenizer.build.store_builder import locked
 from tokenizer.store.store import TokenStore
 
 
@@ -115,6 +116,8 @@ def test_other_mistakes_end_in_one_sentence(store, flags, tmp_path):
     sentence = "--dtype and --val apply only to --import_tokens"
     text = conftest.flags(input=REPOSITORY / "README.md", output=tmp_path / "y", dtype="uint16", val="v")
     assert_one_sentence(sentence, pretokenize.main, text)
+    with locked(tmp_path / "x", "", wait=False):
+        assert_one_sentence("Another process is writing", pretokenize.main, [*flags, "--dtype", "uint16"])
     (Path(tmp_path / "x")).mkdir()
     (tmp_path / "x" / "mine").write_text("mine")
     assert_one_sentence("is not an empty folder", pretokenize.main, [*flags, "--dtype", "uint16"])

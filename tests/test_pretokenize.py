@@ -18,6 +18,7 @@ from tokenizer.build.store_builder import StoreBuilder
 from tokenizer.build.store_builder import pretokenize as make
 from tokenizer.build.worker import Workers
 from tokenizer.corpus.byte_range import last_cut
+from tokenizer.corpus.units import Corpus
 from tokenizer.encoding import vocabulary
 from tokenizer.encoding.vocabulary import VocabularyArguments, train_bpe
 from tokenizer.pretokenize import main
@@ -205,7 +206,7 @@ def test_skipped_files_are_counted_after_a_merge_of_shards(tmp_path, text, capsy
     assert f"column ({tmp_path / 'in' / 'numbers.csv'})" in (tmp_path / "store" / "report.md").read_text()
 
 
-def stop(self):
+def stop(*_):
     raise KeyboardInterrupt
 
 
@@ -223,7 +224,7 @@ def test_limited_text_is_the_beginning_with_any_number_of_processes(tmp_path, mo
     inputs = (tmp_path / "a.txt", tmp_path / "b.txt")
     command = ("--sample_by", by, *SMALL, "--validation_fraction", "0.2", flag, value)
     with monkeypatch.context() as patch:
-        patch.setattr(StoreBuilder, "_refuse_changed_files", stop)  # after all units, before the merge
+        patch.setattr(Corpus, "refuse_changes", stop)  # after all units, before the merge
         with pytest.raises(KeyboardInterrupt):
             pretokenize("--input", *inputs, "--output", tmp_path / "2", "--num_proc", 2, *command)
     for processes in (1, 2):
@@ -278,7 +279,7 @@ def test_split_validation_of_a_saved_dataset_is_the_validation_text(tmp_path, mo
     command = ("--input", tmp_path / "other.jsonl", tmp_path / "saved", *BODY, "--weights", "1", "2", *limit)
     command = (*command, "--tokenizer_type", "character", "--dedup", "exact")
     with monkeypatch.context() as patch:
-        patch.setattr(StoreBuilder, "_refuse_changed_files", stop)
+        patch.setattr(Corpus, "refuse_changes", stop)
         with pytest.raises(KeyboardInterrupt):
             pretokenize(*command, "--output", tmp_path / "2", "--num_proc", 2)
     for processes in (1, 2):

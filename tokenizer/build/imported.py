@@ -14,7 +14,7 @@ from common.errors import NONSENSE, Problems, UserError, disk_errors
 from common.limits import setting
 from tokenizer.build import report
 from tokenizer.build.recipe import SEED
-from tokenizer.build.store_builder import check_writable, open_finished
+from tokenizer.build.store_builder import open_finished
 from tokenizer.corpus.documents import Counts
 from tokenizer.corpus.file_finder import TextFile
 from tokenizer.encoding import encode, vocabulary
@@ -120,8 +120,8 @@ class ImportedSplit:
 def import_store(
     arguments: ImportArguments, name: str, fraction: float, folder: Path, say: Callable[[str], None]
 ) -> TokenStore:
-    """Make the store in `folder`, or open it if it was made of the same files. `name` is the tokenizer.
-    Raise a `UserError` if files, types or ids are wrong, or `folder` contains something else."""
+    """Make the store in `folder`, which is locked, or open it if it was made of the same files. `name` is the
+    tokenizer. Raise a `UserError` if files, types or ids are wrong, or the store was made of something else."""
     paths = [Path(path).expanduser() for path in (arguments.import_tokens, arguments.val) if path is not None]
     inputs = [[file.path, file.size, file.modified] for file in map(TextFile.at, paths)]
     dtype = arguments.dtype or recorded_dtype(paths[0])
@@ -129,7 +129,6 @@ def import_store(
     settings["validation_fraction"] = fraction
     if TokenStore.is_store(folder):
         return open_finished(folder, settings, inputs, say)
-    check_writable(folder)
     tokenizer = vocabulary.load(name)
     vocabulary.check_ids(tokenizer, name)
     size, eos, problems = len(tokenizer), tokenizer.eos_token_id, Problems()
@@ -146,7 +145,6 @@ def import_store(
     lengths = np.stack([lengths, lengths - np.array([*strips, *[0] * n_missing])])  # (2, vocab_size)
     end = len(splits[0].ids) if len(splits) == 2 else splits[0].divided_at(fraction)
     bounds = {"train": (splits[0], 0, end), "val": (splits[-1], 0 if len(splits) == 2 else end, len(splits[-1].ids))}
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with disk_errors(folder, RESUMES), unfinished_path(folder.resolve(), ".importing", STORE_FILES) as draft:
         vocabulary.save(tokenizer, draft / "tokenizer")
         sizes = {name: split.write(draft, name, *ends, lengths) for name, (split, *ends) in bounds.items()}

@@ -39,7 +39,6 @@ from tokenizer.cleaning import cleaning
 from tokenizer.cleaning.dedup import MinHasher
 from tokenizer.corpus.chat import TURN_MARK, ChatTemplate
 from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit
-from tokenizer.corpus.file_finder import TextFile
 from tokenizer.corpus.files import TOLERATED_SHARE, is_packed
 from tokenizer.corpus.hub import open_dataset
 from tokenizer.corpus.named_data import find, licenses
@@ -72,18 +71,15 @@ def pretokenize(
     is_cache: bool = False,
 ) -> TokenStore | None:
     """Build the store of `recipe` in `folder`, resume building it, or open it if it exists. Return None after a shard.
-    A cache belongs to this project: a process waits while another one builds it, and unfinished work for another text
-    is discarded. Raise a `UserError` if text or settings are bad or differ from those of the unfinished work, `folder`
-    is in use or is not a store, or the disk is too small. Finished work is kept."""
+    A cache belongs to this project: a process waits while another one builds it, and unfinished work is discarded if a
+    file has another time. Raise a `UserError` if text or settings are bad or differ from those of the unfinished work,
+    `folder` is in use or is not a store, or the disk is too small. Finished work is kept."""
     Problems(recipe.problems()).refuse()
-    folder = folder.resolve() if folder.is_symlink() or not folder.name else folder
-    if os.fsencode(folder).decode(errors="ignore") != str(folder):  # the Rust library cannot write to other names
-        raise UserError(f"{str(folder)!a} is not a UTF-8 name; choose another --output.")
+    folder = output_folder(folder)
     workers = Workers(num_proc or most_workers())
     with disk_errors(folder, RESUMES), closing(workers):
         builder = StoreBuilder(recipe, folder, say, workers, is_cache)
-        check_writable(folder)  # before a lock file is written next to the folder
-        with _locked(folder, "", wait=is_cache or shard is not None, is_cache=is_cache):
+        with locked(folder, "", wait=is_cache or shard is not None, is_cache=is_cache):
             if TokenStore.is_store(folder):
                 return builder.open_finished()
             units = list(range(len(builder.plan.units)))
@@ -91,7 +87,7 @@ def pretokenize(
                 _refuse_busy_shards(folder)
                 return builder.finish(is_merge)
             share, shares = shard
-            lock = _locked(folder, f".shard-{share}-of-{shares}", wait=False)
+            lock = locked(folder, f".shard-{share}-of-{shares}", wait=False)
         with lock:
             number = len(builder.do_units(units[share::shares]))
             say(
@@ -99,6 +95,14 @@ def pretokenize(
                 f"same command with --merge instead of --shard."
             )
     return None
+
+
+def output_folder(folder: Path) -> Path:
+    """Return the folder without a link, or raise a `UserError` if the Rust library cannot write to its name."""
+    folder = folder.resolve() if folder.is_symlink() or not folder.name else folder
+    if os.fsencode(folder).decode(errors="ignore") != str(folder):
+        raise UserError(f"{str(folder)!a} is not a UTF-8 name; choose another --output.")
+    return folder
 
 
 def check_writable(folder: Path) -> None:
@@ -151,7 +155,9 @@ def most_workers() -> int:
     return max(1, min(cores(logical=True), free_memory() // WORKER_BYTES))
 
 
-def _locked(folder: Path, suffix: str, wait: bool, is_cache: bool = False) -> AbstractContextManager:
+def locked(folder: Path, suffix: str, wait: bool, is_cache: bool = False) -> AbstractContextManager:
+    """Lock a store's folder. Raise a `UserError` if something else is there, or a process holds the lock."""
+    check_writable(folder)  # before a lock file is written next to the folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         return FileLock(folder.with_name(f".{folder.name}{suffix}.lock")).acquire(timeout=-1 if wait else 0)
@@ -166,7 +172,7 @@ def _locked(folder: Path, suffix: str, wait: bool, is_cache: bool = False) -> Ab
 def _refuse_busy_shards(folder: Path) -> None:
     """Raise a `UserError` if a shard is running. No shard can start while the folder is locked."""
     for lock in folder.parent.glob(f".{glob.escape(folder.name)}.shard-*.lock"):
-        with _locked(folder, lock.name.removeprefix(f".{folder.name}").removesuffix(".lock"), wait=False):
+        with locked(folder, lock.name.removeprefix(f".{folder.name}").removesuffix(".lock"), wait=False):
             pass
 
 
@@ -387,7 +393,7 @@ class StoreBuilder:
         outcomes = cleaning.merged(*(part.outcomes for part in parts))
         lost_bytes = sum(part.lost_bytes for part in parts)
         self.workers.close()  # merging may need their memory
-        self._refuse_changed_files()
+        self.corpus.refuse_changes(f"Delete {self.work}, and run the command")
         self.corpus.check(counts)
         if lost_bytes > TOLERATED_SHARE * counts.bytes:
             raise UserError(
@@ -412,16 +418,6 @@ class StoreBuilder:
         store = TokenStore(self.folder)
         self.say(report.summary(store, self.is_cache))
         return store
-
-    def _refuse_changed_files(self) -> None:
-        """Raise a `UserError` if a file was changed while it was read."""
-        for file in self.corpus.all_files:
-            current = TextFile.at(file.path)
-            if (current.size, current.modified) != (file.size, file.modified):
-                raise UserError(
-                    f"{file.path} was changed while it was read: it had {file.size:,} bytes and now has "
-                    f"{current.size:,}. Delete {self.work}, and run the command on a copy that does not change."
-                )
 
     def _validation_splits(self) -> list[str]:
         """Return the names of the splits, folders or packages that the validation text comes from."""

@@ -72,6 +72,11 @@ def is_packed(path: str) -> bool:
     return is_compressed(path) or path.lower().endswith(".parquet")
 
 
+def reading_suffix(path: str) -> str:
+    """Return the suffix if it also decides how a file is read: decompressed, or with other separators."""
+    return os.path.splitext(path.lower())[1] if is_compressed(path) or suffix(path) == ".tsv" else ""
+
+
 def suffix(path: str) -> str:
     """Return the suffix of the content: `.jsonl` for `a.jsonl.gz`."""
     root, ending = os.path.splitext(path.lower())

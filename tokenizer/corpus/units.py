@@ -186,14 +186,14 @@ class Corpus:
         return min(self.text_size if is_known else math.inf, self.arguments.limit.bytes)
 
     def fingerprint(self) -> str:
-        """Read all text and return a hash of its content, order and kind."""
+        """Read all text and return a hash of its content, order and kind, and of how its files are read."""
         digest = hashlib.sha256()
         for file in self.all_files:
             try:
                 with files.readable(file.path), open(file.path, "rb") as content:
                     while block := content.read(files.BLOCK_BYTES):
                         digest.update(block)
-                    kind = kind_of(file.path)
+                    kind = kind_of(file.path) + files.reading_suffix(file.path)
             except files.UnreadableError:
                 if file.is_named:
                     raise
@@ -207,6 +207,16 @@ class Corpus:
         """Return name, size and modification time of every file, to compare before interrupted work resumes."""
         datasets = itertools.chain.from_iterable(dataset.identity() for dataset in self.given.values())
         return [[file.path, file.size, file.modified] for file in self.all_files] + [*datasets]
+
+    def refuse_changes(self, remedy: str) -> None:
+        """Raise a `UserError` with `remedy` if a file was changed since it was found."""
+        for file in self.all_files:
+            current = TextFile.at(file.path)
+            if (current.size, current.modified) != (file.size, file.modified):
+                raise UserError(
+                    f"{file.path} was changed while it was read: it had {file.size:,} bytes and now has "
+                    f"{current.size:,}. {remedy} on a copy that does not change."
+                )
 
     def write_given(self, folder: Path) -> None:
         """Write the text of the given datasets to files in `folder`, which `units` divides.

@@ -137,12 +137,18 @@ def _text_hash(corpus: Corpus) -> str:
             with suppress(OSError, *NONSENSE):  # missing or damaged: the text is read again
                 hashes = schema.read(path, dict[str, str])
             if key not in hashes:
-                hashes[key] = corpus.fingerprint()
+                hashes[key] = _fingerprint(corpus)
                 if all(file.modified < start - CLOCK_STEP for file in corpus.all_files):
                     write_atomic(path, schema.sealed(hashes))
             return hashes[key]
     except OSError:  # the cache cannot be written
-        return corpus.fingerprint()
+        return _fingerprint(corpus)
+
+
+def _fingerprint(corpus: Corpus) -> str:
+    text_hash = corpus.fingerprint()
+    corpus.refuse_changes("Run the command")
+    return text_hash
 
 
 def _sha256(text: str) -> str:
@@ -159,7 +165,9 @@ def name_of(data: str) -> str:
 
 def is_store(data: str) -> bool:
     """Return whether `data` is a token store, even a damaged one, rather than text."""
-    return TokenStore.is_store(data) or (Path(data).expanduser() / "train.bin").is_file()
+    folder = Path(data).expanduser()
+    has_metadata = TokenStore.is_store(data)  # as a folder of text may have
+    return (folder / "train.bin").is_file() or (has_metadata and (folder / "tokenizer").is_dir())
 
 
 def choose_placement(choice: str, n_bytes: int, device: torch.device, local_processes: int) -> Placement:
