@@ -13,7 +13,19 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train_accelerate
-from conftest import assert_equal, assert_same_run, assert_user_error, flip, lines, metrics, prose, status, weights
+from conftest import (
+    TINY,
+    assert_equal,
+    assert_same_run,
+    assert_user_error,
+    flags,
+    flip,
+    lines,
+    metrics,
+    prose,
+    status,
+    weights,
+)
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from publishing.published_model import find_folder
 from training import compare_runs
@@ -96,12 +108,14 @@ def test_report_shows_speed_settings_and_the_samples_of_every_prompt_over_time(t
     assert f"--- step 6:\n{samples[6][1]}\n" in output
 
 
-def test_report_compares_the_estimate_and_lists_events(train, launch, tmp_path):
-    run = train(tmp_path / "run", max_steps=4, hourly_price=3600.0)
+def test_report_compares_the_estimate_and_lists_events(launch, store, tmp_path):
+    run, settings = tmp_path / "run", TINY | {"max_steps": 4, "hourly_price": 3600.0}
+    begun = launch("train_accelerate.py", *flags(data=store.folder, output_dir=run, **settings))  # has its own peak
+    assert begun.returncode == 0, begun.stderr
     advice = {"time": now(), "event": "advice", "step": 4, "about": "flat", "text": "It is flat."}
     with (run / "events.jsonl").open("a") as file:
         file.write(json.dumps(advice) + "\n")
-    result = launch("train_accelerate.py", "--resume_from_checkpoint", run, "--max_steps", "8")  # has its own peak
+    result = launch("train_accelerate.py", "--resume_from_checkpoint", run, "--max_steps", "8")
     assert result.returncode == 0, result.stderr
     report = (run / "report.md").read_text()
     assert "![Throughput, learning rate and gradient norm](course.png)" in report
