@@ -284,15 +284,16 @@ def sampling(prefix: str = "") -> dict[str, gradio.components.Component]:
         controls["seed"] = gradio.Number(
             lambda: None,  # gradio shows a plain None as 0
             label="Seed", info="the same seed gives the same text", placeholder="random",
-            precision=0, minimum=0, maximum=10**15, elem_id=f"{prefix}seed", elem_classes="seed",
+            precision=0, elem_id=f"{prefix}seed", elem_classes="seed",
         )  # fmt: skip
     return controls
 
 
 def settings_of(controls: dict[str, gradio.components.Component], values: dict) -> GenerationSettings:
     settings = {name: values[control] for name, control in controls.items()}
-    seed = secrets.randbelow(10_000) if settings["seed"] is None else settings["seed"]
-    return GenerationSettings(**settings | {"seed": seed})
+    seed = secrets.randbelow(10_000) if settings["seed"] is None else abs(settings["seed"]) % 2**63
+    length = round(settings["max_new_tokens"])  # a slider's number can be typed
+    return GenerationSettings(**settings | {"seed": seed, "max_new_tokens": length})
 
 
 def serve(groups: list[list[DemoModel]], title: str, examples: list[str], text: str, **options: Any) -> None:

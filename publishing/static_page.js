@@ -115,8 +115,10 @@ async function download({ name, file, bytes, sha256 }, report) {
   const key = `${file}?${sha256}`, kept = await cache?.match(key), response = kept ?? (await fetch(file, NEWEST));
   if (!response.ok) refuse(`${name} cannot be loaded: the server answered ${response.status} for ${file}.`);
   let end = 0;
-  const counter = new TransformStream({ transform: (part, out) => (out.enqueue(part), report((end += part.length) / bytes)) });
+  const pass = (part, out) => (out.enqueue(part), report((end += part.length) / bytes));
+  const counter = new TransformStream({ transform: (part, out) => (job.isStopped ? out.terminate() : pass(part, out)) });
   const content = await new Response(response.body.pipeThrough(counter)).arrayBuffer().catch(() => new ArrayBuffer());
+  if (job.isStopped) refuse("Stopped.");
   const digest = await crypto.subtle?.digest("SHA-256", content);
   const hex = digest ? Array.from(new Uint8Array(digest), (it) => it.toString(16).padStart(2, "0")).join("") : sha256;
   if (content.byteLength !== bytes || hex !== sha256) {
@@ -302,7 +304,7 @@ function card(model) {
   find("#results").append(article);
   const fail = (error) => (problem.textContent = report(error));
   const load = () => model.load((share) => ([bar.hidden, bar.value] = [false, share])).finally(() => (bar.hidden = true));
-  return { model, text, note, fail, attempt: (action) => load().then(() => action(model)).catch(fail) };
+  return { model, text, note, fail, attempt: async (action) => job.isStopped || load().then(() => action(model)).catch(fail) };
 }
 
 // Show a text that the model writes after ids. Each call of the result writes a token, and returns whether more follow.
@@ -350,6 +352,7 @@ async function continueText(cards, text, settings) {
 }
 
 async function chat([it], text, settings) {
+  const earlier = texts;
   const show = (turn, i) => it.text.append(element("span", { className: i % 2 ? "" : "user", textContent: turn }));
   texts.forEach(show);
   if (!text.trim()) refuse("The message is empty; write one.");
@@ -361,7 +364,7 @@ async function chat([it], text, settings) {
     find("#prompt").value = "";
     const remark = leftOut ? ` · the model did not read the oldest ${count(leftOut, "message")}` : "";
     await takeTurns([write(it, ids, { ...settings, length }, remark)]);
-    texts = [...turns, it.text.lastChild.textContent];
+    if (texts === earlier) texts = [...turns, it.text.lastChild.textContent]; // else another task or model was chosen
   });
 }
 

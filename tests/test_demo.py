@@ -132,10 +132,11 @@ def test_an_example_fills_the_prompt_and_an_unknown_character_is_reported(addres
     page.fill("#prompt textarea", "something else")
     page.click(".chip")
     page.wait_for("return document.querySelector('#prompt textarea')?.value === 'the'")
-    page.set(length="4")
+    page.set(length="4.4", seed="-5")
     page.fill("#prompt textarea", "<b>${1+1}</b>")
     page.click(".start")
     page.wait_until_done()
+    assert re.fullmatch(r"4 tokens[\d,]+ tokens/sseed 5", page.texts("footer")[0])
     assert page.texts(".prompt") == ["<b>${1+1}</b>"]  # shown as typed, not as HTML
     refusal = "The text contains '$', '+', '/', '1', '{', '}', which is not among this model's"
     assert refusal in page.texts(".text")[1]

@@ -6,8 +6,9 @@ import random
 import re
 import shutil
 import threading
+import time
 import unicodedata
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -57,10 +58,24 @@ def page_folder(one_export, run, chats, letters, tmp_path_factory):  # noqa: F81
     return folder
 
 
+class Handler(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+class SlowHandler(Handler):
+    def copyfile(self, source, output) -> None:
+        """Send a model for a minute."""
+        content, pause = source.read(), self.path.endswith(".onnx")
+        for start in range(0, len(content), step := -(-len(content) // 600)):
+            with suppress(ConnectionError):  # as the browser no longer reads it
+                output.write(content[start : start + step])
+            time.sleep(0.1 * pause)
+
+
 @contextmanager
-def served(folder: Path):
+def served(folder: Path, handler: type[Handler] = Handler):
     """Serve files on a port of its own, and yield its address."""
-    handler = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *parts: None})
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
@@ -134,6 +149,19 @@ def test_a_text_streams_and_can_be_stopped(address, browser):
     assert 1 < int(page.texts(".note")[0].split()[0].replace(",", "")) < 100_000
 
 
+@needs_package
+def test_a_download_can_be_stopped(page_folder, browser):
+    with served(page_folder, SlowHandler) as address:
+        page = StaticPage(browser, address)
+        page.choose("tiny", "chats", length=5)
+        page.start("the")
+        page.wait_for("return document.querySelector('progress')?.value > 0")
+        page.browser.find_element("id", "stop").click()
+        page.wait_until_done()
+        assert page.browser.find_element("id", "status").text == "Stopped."
+        assert [name for name in page.requests() if ".onnx" in name] == [f"{address}models/0/onnx/model.onnx"]
+
+
 CHARACTERS = [chr(i) for i in range(0x20000) if unicodedata.category(chr(i)) not in ("Cn", "Cs", "Co")]
 PIECES = [
     *("the of and", "don't we'll 'S", " ", "  ", "\n\n", "\t", "1234", "½²Ⅷ١٢٣", "🙂👩‍👩‍👧"),
@@ -185,6 +213,12 @@ def test_a_chat_has_the_ids_of_python_and_is_answered(system, address, browser, 
     page.write("")
     assert page.texts(".user") == ["the"]
     assert page.texts("h2") == ["chats"]
+    script = "const find = (part) => document.querySelector(part); find('#prompt').value = 'the'; "
+    script += "for (const it of ['#start', '[value=continue]', '[value=chat]']) find(it).click()"
+    browser.execute_script(script)  # another task is chosen while an answer is written
+    page.wait_until_done()
+    page.write("of")
+    assert page.texts(".user") == ["of"]
     page.choose("letters", task="chat")
     page.write("the")
     assert page.texts(".problem") == ["letters has no chat template: it continues text."]
