@@ -157,9 +157,9 @@ def _run_isolated(location: Location, reference: Expected) -> tuple[dict[str, An
         if location.cache is not None:
             environment["HF_HUB_CACHE"] = str(location.cache)
         command = [sys.executable, "-P", str(ISOLATED_CHECK), "request"]  # -P: do not import from the script's folder
-        result = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, check=False)
         if result.returncode != 0:
-            *_, message = ["no message", *result.stderr.strip().splitlines()]
+            *_, message = ["no message", *result.stderr.decode(errors="replace").strip().splitlines()]
             outcome = "so it was not published"
             if location.cache is not None:
                 outcome = "but it is now on the Hub; does an older file in the repository conflict?"

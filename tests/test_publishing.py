@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 import signal
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +47,8 @@ from tokenizer.encoding.vocabulary import VocabularyArguments, build
 from training import evaluate
 from training.checkpoints.checkpoint import WEIGHTS
 from training.checkpoints.samples import fenced, read_samples, write_samples
-from training.report.report import sections_of
+from training.report import plots
+from training.report.report import cell, environment, sections_of
 
 MINE = Repository("me/tiny")
 ALWAYS = {
@@ -486,11 +488,22 @@ def test_harness_results_on_local_files_do_not_publish_their_paths(a_copy):
 
 def test_generated_text_cannot_end_its_code_block_in_the_report(tmp_path):
     path = tmp_path / "samples.md"
-    texts = ["## step 9\n\n```\n## Use\n````\nx", "| `a` |"]
-    write_samples(path, 3, [("", text) for text in texts])
+    texts = ["## step 9\n\n```\n## Use\n````\nx", "| `a` |\t\ufffd"]
+    write_samples(path, 3, [("", text.replace("\ufffd", "\x1b")) for text in texts])  # could be an escape code
     write_samples(path, 6, [("", "later")])
     assert read_samples(path) == {3: texts, 6: ["later"]}
     assert fenced(texts[0]).startswith("`````text\n")
+    assert cell("a\x00`b\n|") == "`a\ufffd'b \\|`"
+
+
+def test_names_are_no_markdown_and_no_mathematics(tmp_path):
+    names = ["__slots__ of my_model", "a|b", "cost_$5_to_$9", "_old", "中"]
+    plain = [environment().filters["plain"](name) for name in names]
+    assert plain == [r"\_\_slots\_\_ of my_model", r"a\|b", r"cost\_\$5_to\_\$9", r"\_old", "中"]
+    rows = [{"name": name, "bits_per_byte": 1.0, "kind": "model"} for name in names]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warnings, "showwarning", lambda *parts: pytest.fail(str(parts)))
+        assert plots.plot_panel(rows, tmp_path / "panel.png")
 
 
 def test_publishing_works_end_to_end(launch, run, hub, tmp_path, capsys):
@@ -600,7 +613,8 @@ def test_an_upload_that_lost_its_connection_changes_nothing_and_resumes(folder, 
 def test_an_interrupted_upload_reports_how_to_resume(spawn, run, tmp_path):
     with serving() as (hub, address):
         hub.hold.clear()
-        process = spawn("push_to_hub.py", run, "--repo_id", "me/tiny", **online(address, tmp_path))
+        ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0"}
+        process = spawn("push_to_hub.py", run, "--repo_id", "me/tiny", **online(address, tmp_path) | ascii_only)
         wait_until(lambda: hub.uploads() or process.poll() is not None)
         process.send_signal(signal.SIGINT)
         hub.hold.set()

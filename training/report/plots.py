@@ -1,6 +1,7 @@
 """Plots of a run: transparent PNGs, legible on light and dark pages. The functions return whether they wrote a file:
 there are no plots if matplotlib cannot be imported."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ STYLE = {
     "axes.grid": True,
     "grid.alpha": 0.25,
     "axes.titlesize": "medium",
+    "text.parse_math": False,  # a name may have two dollar signs
     "lines.linewidth": 1.2,
     "legend.frameon": False,
     "figure.dpi": 120,
@@ -71,7 +73,8 @@ def plot_runs(runs: dict[str, dict[str, Any]], path: Path, measure: str) -> bool
             tokens = {0: 0} | {e["step"]: e["tokens"] for e in entries if "tokens" in e}
             evaluations, in_nats = [entry for entry in entries if measure in entry], measure == "eval_loss"
             curve = {entry["step"]: comparable_scores(entry)[measure] for entry in evaluations}
-            style = {"label": name, "marker": "."} if curve else {"label": f"{name} (training loss)"}
+            label = " " * name.startswith("_") + name  # a label that begins with _ has no entry in a legend
+            style = {"label": label, "marker": "."} if curve else {"label": f"{label} (training loss)"}
             curve = curve or {entry["step"]: entry["loss"] for entry in entries if "loss" in entry and in_nats}
             by_tokens.plot(np.interp([*curve], [*tokens], [*tokens.values()]), curve.values(), **style)
             by_time.plot([until[step] / 60 for step in curve], curve.values(), **style)
@@ -134,7 +137,8 @@ def _save(path: Path, inches: tuple[float, float], draw: Callable[[Any], None]) 
         from matplotlib.figure import Figure
     except Exception:  # many kinds are possible: an unknown MPLBACKEND, an incompatible numpy ...
         return False
-    with unfinished_path(path) as partial, matplotlib.rc_context(STYLE):
+    with unfinished_path(path) as partial, matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # is missing in the font
         figure = Figure(figsize=inches)
         draw(figure)
         figure.savefig(partial, format="png", metadata={FILE_MARK: "plot"})

@@ -23,7 +23,7 @@ from rich.markdown import Markdown, TableElement
 from common.atomic import file_sha256, write_atomic
 from common.errors import NONSENSE, UserError, check_format, counted, disk_errors
 from common.removal import is_marked, mark, refuse_replacing
-from common.terminal import printable
+from common.terminal import CONTROL, printable
 from tokenizer.store.store import RESUMES, TokenStore
 from training.checkpoints.loading import name_of_model
 from training.checkpoints.metrics import read_events, read_metrics, seconds_until
@@ -39,6 +39,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 CELL = 60  # maximum characters of a text in a table
 # Part of a page: a block of code, up to its closing fence or the end of the page, or a heading.
 CODE_OR_HEADING = re.compile(r"^(`{3,})(?s:.*?)(?:^[^\S\n]*\1\s*?$|\Z)|^## (?P<heading>.*)$", re.MULTILINE)
+# Characters of Markdown, with underscores that are not within a word.
+MARKDOWN = re.compile(r"[\\`*\[\]<>|&!~$]|(?<![^\W_])_|_(?![^\W_])")
 EVALUATION_FORMAT = 1  # of evaluation.json; a file without a version has format 1
 
 
@@ -50,7 +52,7 @@ def environment(*folders: Path) -> Environment:
     jinja.filters |= {"as": format, "counted": counted, "fenced": fenced, "cell": cell, "clock": clock}
     jinja.filters |= {"perplexity": perplexity, "quoted": partial(json.dumps, ensure_ascii=False)}  # a Python string
     jinja.filters |= {
-        "plain": lambda name: re.sub(r"([\\`*\[\]<>|&!~$])", r"\\\1", " ".join(name.split())),  # not Markdown
+        "plain": lambda name: MARKDOWN.sub(r"\\\g<0>", " ".join(name.split())),
         "row": lambda cells: f"| {' | '.join(map(str, cells))} |",  # of a table
         "line": lambda text: " ".join(text.split()),  # a paragraph
         "yaml": partial(yaml.safe_dump, sort_keys=False, allow_unicode=True),
@@ -62,7 +64,7 @@ def environment(*folders: Path) -> Environment:
 
 def cell(text: str) -> str:
     """Return the beginning of a text for a table cell, as code, so that it is never rendered as Markdown."""
-    line = re.sub(r"\s+", " ", text.replace("`", "'")).strip()
+    line = re.sub(r"\s+", " ", text.translate(CONTROL).replace("`", "'")).strip()
     line = line if len(line) <= CELL else line[: CELL - 1] + "…"
     return f"`{line}`".replace("|", r"\|")
 
