@@ -89,7 +89,7 @@ def move(path: Path, target: Path) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        draft = target.with_name(f".{target.name}.copy")  # a partial copy has no name under which it would be used
+        draft = target.with_name(f".{target.name.lstrip('.')}.copy")  # a name that no command looks for
         shutil.rmtree(draft, ignore_errors=True)
         shutil.copytree(path, draft, symlinks=True)
         draft.rename(target)
