@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from conftest import TINY, assert_user_error, error_of, flags, lines, wait_until
+from conftest import TINY, assert_user_error, error_of, flags, lines, metrics, wait_until
 from training import compare_runs, sweep
 from training.config import read_config
 
@@ -55,6 +55,22 @@ def test_a_killed_sweep_continues_after_its_finished_and_failed_runs(store, run,
     shutil.rmtree(first / "checkpoints")
     sweep.main([*arguments[:-1], "learning_rate=0.01"])
     assert "learning_rate=0.01 is finished. It has no checkpoints" in capsys.readouterr().out
+
+
+def test_two_values_for_one_folder_are_refused(store, tmp_path):
+    arguments = [*command(store, tmp_path / "sweep")[:-1], "learning_rate=0.01", "notes=a/b,a_b"]
+    sentence = "Two combinations of --vary have the same folder, learning_rate=0.01,notes=a_b; sweep them separately"
+    assert_user_error(sentence, sweep.main, arguments)
+
+
+def test_a_finished_run_is_compared_by_the_validation_of_its_model(train, tmp_path, capsys):
+    run = train(tmp_path / "run", load_best_model_at_end=True)
+    *_, last = [entry for entry in metrics(run) if "eval_loss" in entry]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(last | {"eval_loss": 9.0, "step": 7}) + "\n")  # it was not saved
+        file.write(json.dumps(last | {"eval_loss": 1.0, "step": 8}) + "\n")
+    compare_runs.main([str(run), "--output", str(tmp_path / "x.png")])
+    assert f"| `run` | {last['eval_loss']:.4f} |" in capsys.readouterr().out
 
 
 def test_settings_that_a_budget_chooses_do_not_make_a_finished_run_another_one(tmp_path):

@@ -50,7 +50,9 @@ def main(arguments: list[str]) -> None:
     commands, configs, problems = {}, [], Problems()
     for pairs in product(*([(name, value) for value in values] for name, values in axes)):
         command = [*flags, *(part for name, value in pairs for part in (f"--{name}", value))]
-        commands[",".join(map("=".join, pairs)).replace("/", "_")] = command
+        name = ",".join(map("=".join, pairs)).replace("/", "_")
+        if commands.setdefault(name, command) != command:
+            problems.add(f"Two combinations of --vary have the same folder, {name}; sweep them separately.")
     first_config = problems.add_of(read_config, [next(iter(commands.values()))])
     base = Path(options.output_dir or f"{first_config and first_config.run.output_dir}-sweep")
     drive = first_config and first_config.backup.backup_dir

@@ -152,9 +152,11 @@ def sweep(folder: Path) -> None:
 
 def prune(folder: Path, limit: int | None, metrics: Path, in_use: Path | None = None) -> None:
     """Remove all checkpoints except the newest `limit`, the best, and the one in use, which a later call removes."""
+    if limit is None:
+        return
     by_step = {step_of(checkpoint): checkpoint for checkpoint in complete_checkpoints(folder)}
     best = best_step(metrics, by_step)
-    for step in sorted(by_step)[:-limit] if limit is not None else []:
+    for step in sorted(by_step)[:-limit]:
         if step != best and (checkpoint := by_step[step]) != in_use:
             discard(checkpoint, FILES)
 

@@ -1,6 +1,8 @@
 """Run display: lines updated in place on a terminal, one printed line per log entry elsewhere."""
 
 import time
+from array import array
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -50,7 +52,7 @@ class Screen:
     def __init__(self, max_steps: int, first_step: int, losses: list[float], compiles: bool, price: Price):
         """`losses` are the training losses of earlier log lines."""
         self.max_steps, self.steps = max_steps, first_step
-        self.losses, self.price = losses, price
+        self.losses, self.price = array("d", losses), price  # not a list, which takes long to average
         self.tenths_shown = first_step * 10 // max_steps
         self.rows = dict.fromkeys(("train", "validate", "speed", "time"), "")  # text below the progress bar
         self.left = self.progress = ""  # to the right of the bar; `progress` replaces `left` unless it is empty
@@ -127,7 +129,7 @@ class Screen:
                 self.live.stop()  # shows the cursor again, also after an error
 
 
-def sparkline(values: list[float], width: int) -> str:
+def sparkline(values: Sequence[float], width: int) -> str:
     """Draw `values` as at most `width` bars of eight heights. One bar averages several neighbors."""
     means = [part.mean() for part in np.array_split(values, min(width, len(values)))]
     low, span = min(means), max(means) - min(means)

@@ -28,6 +28,7 @@ from tokenizer.build.report import documents, left_out
 from tokenizer.corpus.named_data import NamedData, find
 from tokenizer.store.store import Metadata
 from training.checkpoints import metrics
+from training.checkpoints.checkpoint import complete_checkpoints, step_of
 from training.checkpoints.loading import name_of_model
 from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.samples import read_samples
@@ -101,9 +102,9 @@ def read_facts(folder: RunFolder) -> dict[str, Any] | None:
         return None
 
 
-def gather(folder: RunFolder) -> dict[str, Any]:
-    """Gather the facts from the current files of the run."""
-    entries, events = metrics.read_metrics(folder.metrics), metrics.read_events(folder.events)
+def gather(folder: RunFolder, entries: Entries) -> dict[str, Any]:
+    """Gather the facts from the entries of metrics.jsonl and the current files of the run."""
+    events = metrics.read_events(folder.events)
     command = shlex.join(_without_machine(launch_words()))
     samples, settings = read_samples(folder.samples), read_yaml(folder.config)
     starts, source = starts_in_force(events), settings.get("init_from")
@@ -140,7 +141,7 @@ def gather(folder: RunFolder) -> dict[str, Any]:
         ],
         "speed": _speed(speed_entries, startup) if speed_entries else None,
         "estimate": _estimate(speed_entries, startup, events) if speed_entries else None,
-        "noticed": [event for event in events if event["event"] in NOTABLE_EVENTS],
+        "noticed": _noticed(events),
         "hours": hours(events, datetime.now(UTC), time.monotonic()),
         "hourly_price": settings.get("hourly_price"),
         "notes": settings.get("notes"),
@@ -162,7 +163,12 @@ def summarize_run(folder: RunFolder) -> dict[str, Any]:
     entries, events = metrics.read_metrics(folder.metrics), metrics.read_events(folder.events)
     settings, data = read_yaml(folder.config), (read_facts(folder) or {}).get("data", {})
     state = read_status(folder.status).get("state", "running")
-    newest = ([{}] + [entry for entry in entries if "eval_loss" in entry])[-1]
+    validations = [entry for entry in entries if "eval_loss" in entry]
+    newest = ([{}] + validations)[-1]
+    if state == "finished" and settings.get("load_best_model_at_end"):  # whose model is an earlier one
+        steps = {step_of(checkpoint) for checkpoint in complete_checkpoints(folder.checkpoints)}
+        saved = [entry for entry in validations if entry["step"] in steps]
+        newest = metrics.best_evaluation(saved or validations) or {}
     estimates = [{"steps": 0}] + [event["planned"] for event in events if "planned" in event]
     end = datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if entries and state == "running" else None
     run = {"entries": entries, "last": newest, "state": state, "hours": hours(events, end)}
@@ -191,6 +197,13 @@ def _results(entries: Entries, evaluations: Entries, samples: dict[int, list[str
         "is_sampled": any(map(metrics.scores_more, evaluations)),  # if so, losses are comparable only on the sample
         "best": {"step": best["step"], "loss": metrics.comparable_loss(best)},
     }
+
+
+def _noticed(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events that the report lists: of spikes, only the highest."""
+    highest = sorted((event["z_score"] for event in events if event["event"] == "spike"), reverse=True)[:MAX_ROWS]
+    noticed = [event for event in events if event["event"] in NOTABLE_EVENTS]
+    return [event for event in noticed if event["event"] != "spike" or event["z_score"] >= highest[-1]]
 
 
 def _without_machine(words: list[str]) -> list[str]:

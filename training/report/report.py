@@ -82,7 +82,11 @@ def write_report(folder: RunFolder) -> None:
     until = seconds_until(entries, first_step(read_events(folder.events)))
     plots = {"loss": plot_loss(entries, until, folder.plots["loss"])}
     plots["course"] = plot_course(entries, folder.plots["course"])
-    _write(folder, facts | gather(folder) | {"plots": [name for name, is_drawn in plots.items() if is_drawn]}, None)
+    _write(
+        folder,
+        facts | gather(folder, entries) | {"plots": [name for name, is_drawn in plots.items() if is_drawn]},
+        None,
+    )
 
 
 def _write(folder: RunFolder, facts: dict[str, Any], evaluation: dict[str, Any] | None) -> None:
