@@ -40,6 +40,7 @@ from training.evaluation.scoring import eval_windows
 from training.guard import health
 from training.log.trackers import LoggingArguments
 from training.report.facts import read_facts, write_facts
+from training.report.report import write_report
 from training.step.loss import linear_cross_entropy
 
 
@@ -388,8 +389,11 @@ def test_a_tracker_that_fails_is_reported_and_the_run_continues(train, tmp_path,
     run = train(tmp_path / "run", report_to="tensorboard")
     assert capsys.readouterr().out.count("tensorboard failed (ConnectionResetError('Connection lost'))") == 1
     assert metrics(run)[-1]["step"] == 6
-    monkeypatch.setattr(TensorBoardTracker, "start", fail)
     sentence = "A tracker of --report_to cannot start: Connection lost"
+    with monkeypatch.context() as patch:
+        patch.setattr("training.log.trackers._send_settings", fail)
+        assert_user_error(sentence, train, tmp_path / "other", report_to="tensorboard")
+    monkeypatch.setattr(TensorBoardTracker, "start", fail)
     assert_user_error(sentence, train, tmp_path / "other", report_to="tensorboard")
     monkeypatch.setenv("GPT2SCRATCH_RESTART", '{"has_begun": true, "because": "out of memory"}')
     run = train(tmp_path / "other", report_to="tensorboard")
@@ -405,9 +409,23 @@ def test_a_spike_at_the_default_threshold_is_reported_without_a_rollback(train, 
     assert re.search(r"WARNING: .* standard deviations above its mean", capsys.readouterr().out)
     events = lines(run / "events.jsonl")
     [spike] = [event for event in events if event["event"] == "spike"]
+    with (run / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(spike | {"step": 12, "z_score": 7.0 + i}) + "\n" for i in range(40))
+    write_report(RunFolder(run))
+    assert (run / "report.md").read_text().count("standard deviations above its mean") == 16
     assert (spike["step"], spike["z_score"] > 6) == (11, True)
     assert "resumed" not in [event["event"] for event in events]
     assert [entry["step"] for entry in metrics(run) if "loss" in entry] == [*range(1, 13)]
+
+
+def test_all_points_of_a_tracker_have_the_loss_on_the_same_text(train, tmp_path):
+    run = train(tmp_path / "run", report_to="tensorboard", max_eval_samples=2)
+    content = EventAccumulator(str(run / "tensorboard")).Reload()
+    scored = [entry for entry in metrics(run) if "eval_loss" in entry]
+    points = [event.value for event in content.Scalars("eval/loss")]
+    assert points == [pytest.approx(value) for value in (scored[0]["eval_loss"], scored[1]["eval_sampled_loss"])]
+    assert content.Scalars("eval/perplexity")[-1].value == pytest.approx(math.exp(points[-1]))
+    assert content.Scalars("eval/full_loss")[0].value == pytest.approx(scored[1]["eval_loss"])
 
 
 def test_a_resumed_run_continues_in_tensorboard_without_duplicate_steps(train, tmp_path):

@@ -1,5 +1,6 @@
 """Experiment trackers (TensorBoard, W&B, Trackio ...): settings, runs and logged values."""
 
+import math
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -7,12 +8,13 @@ from typing import Any
 
 import yaml
 from accelerate import Accelerator
-from accelerate.tracking import TensorBoardTracker, get_available_trackers
+from accelerate.tracking import GeneralTracker, TensorBoardTracker, get_available_trackers
 from accelerate.utils import LoggerType
 
 from common.atomic import write_atomic
 from common.errors import UserError
 from common.limits import free
+from training.checkpoints.metrics import comparable_scores
 from training.checkpoints.run_folder import RunFolder
 from training.runtime.restart import restarted
 
@@ -68,27 +70,36 @@ def open_trackers(
     ]
     try:
         accelerator.init_trackers(project, init_kwargs=options)
+        for tracker in accelerator.trackers:
+            _send_settings(tracker, values)
     except Exception as error:  # not logged in, no network
         problem = f"A tracker of --report_to cannot start: {error}."
         if not restarted().get("has_begun"):
             raise UserError(f"{problem} Correct that, or use --report_to none.") from error
         print(f"WARNING: {problem} The run continues without trackers.", flush=True)
         accelerator.trackers = []
-    for tracker in accelerator.trackers:
-        if tracker.name == "tensorboard":
-            # As text, because Accelerate's own method would create another TensorBoard run at each start.
-            text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-            tracker.writer.add_text("settings", f"```yaml\n{text}```")
-            continue
-        plain = {name: value if isinstance(value, (int, float, str)) else str(value) for name, value in values.items()}
-        tracker.store_init_configuration(plain)
-        if tracker.name == "wandb":
-            tracker.run.define_metric("*", step_metric=STEP)
+
+
+def _send_settings(tracker: GeneralTracker, values: dict[str, Any]) -> None:
+    if tracker.name == "tensorboard":
+        # As text, because Accelerate's own method would create another TensorBoard run at each start.
+        text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+        tracker.writer.add_text("settings", f"```yaml\n{text}```")
+        return
+    plain = {name: value if isinstance(value, (int, float, str)) else str(value) for name, value in values.items()}
+    tracker.store_init_configuration(plain)
+    if tracker.name == "wandb":
+        tracker.run.define_metric("*", step_metric=STEP)
 
 
 def log_to_trackers(accelerator: Accelerator, entry: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Send an entry of metrics.jsonl with the names of Transformers' Trainer: eval/loss, train/loss.
+    """Send an entry of metrics.jsonl with the names of Transformers' Trainer: eval/loss, train/loss. If the last
+    validation scored more text than the others, eval/loss is still that of their sample, and eval/full_loss of all.
     A tracker that fails is reported and no longer used."""
+    if "eval_sampled_loss" in entry:
+        scores = comparable_scores(entry)
+        full = {name.replace("eval_", "eval_full_"): entry[name] for name in (*scores, "eval_perplexity")}
+        entry = entry | full | scores | {"eval_perplexity": math.exp(min(scores["eval_loss"], 700.0))}
     values = {
         f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": value
         for name, value in entry.items()
