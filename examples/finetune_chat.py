@@ -7,6 +7,7 @@ python -m examples.finetune_chat runs/x --data smoltalk       # the first 20,000
 
 import training.runtime.threads  # noqa: F401  (first: torch reads its settings; for Ctrl-C during other imports)
 
+from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -105,8 +106,8 @@ def main(arguments: list[str]) -> None:
         f"{whole} of {len(train)} chats are shorter than the context of {context} tokens"
         f"{f'; {others}' if whole < len(train) else ''}."
     )
-    answers = [first_answer(chat, tokenizer, turn_end) for chat in held_out["messages"]]
-    answers = [(prompt, answer) for prompt, answer in answers if len(prompt) < context][:MEASURED]
+    answers = (first_answer(chat, tokenizer, turn_end) for chat in held_out["messages"])
+    answers = [*islice((pair for pair in answers if len(pair[0]) < context), MEASURED)]
     if not (lengths and len(trainer.eval_dataset) and answers):  # TRL drops examples without an answer
         which, remedy = ("held-out chats", ", or choose another --seed") if lengths else ("chats", "")
         raise UserError(

@@ -37,7 +37,8 @@ def windows(texts: list[str], tokenizer: PreTrainedTokenizerBase, context: int) 
     normalize = Cleaner(["normalize"])
     end = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     with model_errors():
-        ids = [i for text in texts for i in [*encode(tokenizer, normalize(text)), *end]]
+        # As in pre-training, "<|endoftext|>" in a text is text, and no control token.
+        ids = [i for text in texts for i in [*encode(tokenizer, normalize(text), split_special_tokens=True), *end]]
     rows = [ids[start : start + context] for start in range(0, len(ids) - context + 1, context)]
     return Dataset.from_dict({"input_ids": rows, "labels": rows})
 

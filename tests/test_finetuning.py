@@ -321,6 +321,13 @@ def test_text_is_learned(run, store, tmp_path, capsys, rank, family):
     assert (model / "adapter").exists() == (rank > 0)
 
 
+def test_a_name_of_a_control_token_in_a_text_is_text(run):
+    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    [row] = finetune_text.windows(["of<|endoftext|>the"], tokenizer, 12)["input_ids"]
+    assert tokenizer.decode(row) == "of<|endoftext|>the"[: len(tokenizer.decode(row))]
+    assert tokenizer.eos_token_id not in row
+
+
 def test_a_recipe_killed_while_it_writes_starts_over(run, tmp_path, spawn):
     (data := tmp_path / "new.txt").write_text("They are not at it.\n" * 300)
     process = spawn("-m", "examples.finetune_text", run, "--data", data, "--output_dir", tmp_path / "out")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset, Features, concatenate_datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common import schema
@@ -21,6 +21,7 @@ from training.evaluate import store_and_masking
 from training.evaluation.scoring import eval_metrics
 
 ORIGINAL_WINDOWS = 200  # of the original validation text, each of one context
+WINDOWS_AT_ONCE = 1000  # Arrow needs 8 bytes per id, and Python lists 100
 RECORD = "finetuning.json"
 
 
@@ -46,22 +47,27 @@ class OriginalText:
         """Measure forgetting on fixed windows of the validation split, if it is available."""
         if self.store is None:
             return {}
-        loss, tokens = mean_loss(model, self._windows("val", ORIGINAL_WINDOWS))
+        [windows] = self._windows("val", ORIGINAL_WINDOWS)
+        loss, tokens = mean_loss(model, windows)
         return {"original, bits per byte": eval_metrics(loss, tokens, self.store.metadata.val)["eval_bits_per_byte"]}
 
     def mixed_into(self, new: Dataset, fraction: float) -> Dataset:
         """Return `new` with windows of the original training split, which are `fraction` of all examples."""
         if fraction == 0:
             return new
-        windows = self._windows("train", round(len(new) * fraction / (1 - fraction)))
-        return concatenate_datasets([new, windows.cast(new.features)])
+        windows = self._windows("train", round(len(new) * fraction / (1 - fraction)), new.features)
+        return concatenate_datasets([new, *windows])
 
-    def _windows(self, split: str, number: int) -> Dataset:
-        """Return `number` evenly spaced windows of one context; in a small text they overlap."""
-        tokens = self.store.memory_map(split)
-        starts = np.linspace(0, max(0, len(tokens) - self.context), number).astype(int)
-        windows = [tokens[start : start + self.context].tolist() for start in starts]
-        return Dataset.from_dict({"input_ids": windows, "labels": windows})
+    def _windows(self, split: str, number: int, features: Features | None = None) -> list[Dataset]:
+        """Return `number` evenly spaced windows of one context, in parts; in a small text they overlap."""
+        tokens = self.store.memory_map(split)  # (tokens,)
+        width = min(self.context, len(tokens))
+        starts = np.linspace(0, len(tokens) - width, number).astype(int)
+        parts = []
+        for part in (starts[i : i + WINDOWS_AT_ONCE] for i in range(0, number, WINDOWS_AT_ONCE)):
+            windows = tokens[part[:, None] + np.arange(width)].astype(np.int32)  # (windows, T)
+            parts.append(Dataset.from_dict({"input_ids": windows, "labels": windows}, features))
+        return parts
 
 
 def load(tuning: Tuning) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, OriginalText]:
