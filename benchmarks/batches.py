@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.contestants import rows_one_by_one
 from benchmarks.results import about, write
+from common.command_line import FlagParser, run
 from training.data.batches import BatchPlan, TrainBatches, WindowOrder
 from training.data.tokens import Documents, MemoryMap, Tokens
 
@@ -79,7 +80,8 @@ def measure(path: Path) -> dict[str, dict[str, float]]:
     }
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
+    FlagParser((), __doc__.splitlines()[0]).parse(arguments)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         systems = measure(Path(folder) / "train.bin")
     result = {
@@ -94,4 +96,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

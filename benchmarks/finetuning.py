@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -19,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_gpt2scratch  # noqa: F401  registers the architecture
 from benchmarks.results import about, device_kind, run_python, write
-from common.command_line import run
-from common.errors import UserError
+from common.command_line import FlagParser, run
+from common.limits import setting
 from examples.python_chats import DECLINED, IN_CHATS, IN_PAIRS, MODULE, questions_and_answers
 from examples.python_chats import write as write_data
 
@@ -81,10 +82,14 @@ def rates(folder: Path, asked: list[tuple[str, str]]) -> dict[str, Any]:
     }
 
 
+@dataclass
+class FinetuningArguments:
+    run: str | None = setting(None, "A run.", needed=("a run", "python -m benchmarks.finetuning runs/quickstart"))
+
+
 def main(arguments: list[str]) -> None:
-    if len(arguments) != 1:
-        raise UserError("Pass exactly one run folder: python -m benchmarks.finetuning runs/quickstart.")
-    [run_folder] = arguments
+    [options] = FlagParser((FinetuningArguments,), __doc__.splitlines()[0], positional="run").parse(arguments)
+    run_folder = options.run
     found = questions_and_answers()
     asked = found[IN_CHATS + IN_PAIRS :][:ASKED]
     libraries = {name: importlib.metadata.version(name) for name in ("peft", "trl")}

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import results
+from common.command_line import FlagParser, run
 
 MEGABYTES = (1, 2, 4)
 STATEMENTS = (
@@ -75,7 +76,8 @@ def verify(text: str, store: Path) -> None:
         raise SystemExit(f"The ids of {store.name} differ from those of tokenizers.")
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
+    FlagParser((), __doc__.splitlines()[0]).parse(arguments)
     with tempfile.TemporaryDirectory() as folder:
         runs = {kind: {f"{mb} MB": made(kind, mb, Path(folder)) for mb in MEGABYTES} for kind in TEXTS}
     print(json.dumps(runs, indent=2))
@@ -85,4 +87,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader
 from matplotlib.figure import Figure
 
 from benchmarks.results import REPOSITORY, RESULTS
+from common.command_line import FlagParser, run
 from common.errors import counted
 
 DOCS = REPOSITORY / "docs"
@@ -100,7 +101,8 @@ def page() -> str:
     )
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
+    FlagParser((), __doc__.splitlines()[0]).parse(arguments)
     (DOCS / "performance.md").write_text(page(), encoding="utf-8")
     for path, result in results("ladder"):
         draw_ladder(result, DOCS / f"{path.stem}.png")
@@ -108,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.contestants import LAUNCH
 from benchmarks.results import about, device_kind, run_python, write
+from common.command_line import FlagParser, run
 from training.checkpoints.metrics import read_events, read_metrics
 
 WIDER = ["--n_layer=6", "--n_head=6", "--n_embd=384", "--n_positions=256", "--tokens_per_step=4096", "--max_steps=100"]
@@ -21,7 +22,8 @@ ESTIMATES = re.compile(
 )
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
+    FlagParser((), __doc__.splitlines()[0]).parse(arguments)
     launch([])  # warm-up: tokenizes the text and loads the imports into the page cache
     runs = {}
     for name, flags in RUNS.items():
@@ -57,4 +59,4 @@ def actual(run: Path) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

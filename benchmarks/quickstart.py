@@ -14,10 +14,12 @@ import torch
 
 from benchmarks.contestants import LAUNCH
 from benchmarks.results import REPOSITORY, about, device_kind, run_python, write
+from common.command_line import FlagParser, run
 from training.checkpoints.metrics import read_metrics
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
+    FlagParser((), __doc__.splitlines()[0]).parse(arguments)
     with tempfile.TemporaryDirectory() as folder:
         # No warm caches: text is tokenized and graphs are compiled as in a fresh clone on a new machine.
         clone = Path(folder) / "clone"
@@ -42,4 +44,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

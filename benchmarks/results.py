@@ -78,8 +78,13 @@ def as_flags(settings: dict[str, Any]) -> list[str]:
 def run_python(
     *command: Any, cwd: Path = REPOSITORY, check: bool = True, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with the words of a command line and the options of `subprocess.run`."""
-    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, check=check, text=True, **options)
+    """Run Python with the words of a command line and the options of `subprocess.run`. With `check`, raise a
+    `UserError` if it fails."""
+    result = subprocess.run([sys.executable, *map(str, command)], cwd=cwd, check=False, text=True, **options)
+    if check and result.returncode:
+        *_, problem = ["its error is above", *(result.stderr or "").strip().splitlines()]
+        raise UserError(f"python {' '.join(map(str, command[:3]))} ended with exit code {result.returncode}: {problem}")
+    return result
 
 
 def commit() -> str:
