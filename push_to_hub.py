@@ -36,7 +36,11 @@ EXAMPLE = "python push_to_hub.py runs/x --repo_id user/name"
 @dataclass
 class PushArguments:
     run: str | None = setting(None, "A run, a checkpoint or a model folder.", needed=("a run", EXAMPLE))
-    repo_id: str | None = setting(None, "The repository on the Hub, as user/name.", needed=("a repository", EXAMPLE))
+    repo_id: str | None = setting(
+        None,
+        "The repository on the Hub, as user/name. For a page: --space, see python -m publishing.demo --help.",
+        needed=("a repository", EXAMPLE),
+    )
     checkpoint: str | None = setting(
         None,
         "Checkpoint of the run: last, best (lowest validation loss of those kept) or a step. Default: that of model/.",

@@ -51,10 +51,12 @@ def read_yaml(path: Path, as_text: bool = False) -> dict[str, Any]:
     decimal numbers, true and false are converted, as in files that this project writes."""
     try:
         if not path.is_file():
-            siblings = sorted(str(path.parent / file.name) for file in path.parent.glob("*.yaml"))
+            folder = path if path.is_dir() else path.parent
+            siblings = sorted(str(folder / file.name) for file in folder.glob("*.yaml"))
             names = difflib.get_close_matches(str(path), siblings, n=1)
             hint = f" Did you mean {names[0]}?" if names else ""
-            raise UserError(f"Config file {path} does not exist.{hint}")
+            problem = "is a folder; name a YAML file" if path.is_dir() else "does not exist"
+            raise UserError(f"Config file {path} {problem}.{hint}")
         if (size := path.stat().st_size) > LARGEST_FILE:
             raise UserError(f"{path} has {size:,} bytes; a settings file may have at most {LARGEST_FILE:,}.")
         content = yaml.load(path.read_bytes(), TextLoader if as_text else ValueLoader)

@@ -63,8 +63,8 @@ class DemoArguments:
     space: str | None = setting(None, "Publish the page as this Space (user/name); the models must be on the Hub.")
     static: str | None = setting(
         None,
-        "Write a page whose models run in the browser to this folder; with --space, publish it. Models on the Hub must "
-        "have ONNX files (push_to_hub.py --format onnx), and stay there.",
+        "Write a page whose models run in the browser to this folder (default: runs/spaces/static); with --space, "
+        "publish it. Models on the Hub must have ONNX files (push_to_hub.py --format onnx), and stay there.",
         nargs="?",
         const="runs/spaces/static",
     )

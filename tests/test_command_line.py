@@ -310,7 +310,9 @@ def test_a_missing_config_file_is_answered_with_the_closest_name(yaml, tmp_path)
     path = yaml("")
     typo = Path(path).with_name("runn.yaml")
     assert refused("--config", str(typo)) == f"Config file {typo} does not exist. Did you mean {path}?"
-    assert refused(f"--config={tmp_path}") == f"Config file {tmp_path} does not exist."
+    assert (
+        refused(f"--config={tmp_path}") == f"Config file {tmp_path} is a folder; name a YAML file. Did you mean {path}?"
+    )
     assert refused("--config=/nowhere/a.yaml") == "Config file /nowhere/a.yaml does not exist."
 
 

@@ -109,7 +109,7 @@ def test_changed_text_kind_requires_another_output(tmp_path, text):
     text.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(300)))
     pretokenize(*command, text)
     records = text.rename(tmp_path / "a.jsonl")
-    assert f"{text} is missing; {records} is new)" in refused(*command, records)
+    assert f"{text} is not among the inputs now; {records} is new)" in refused(*command, records)
     text.write_text(records.read_text().replace("299", "298"))
     sentence = f"was built from other text or settings ({text} was changed); choose another --output"
     assert sentence in refused(*command, text)

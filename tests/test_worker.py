@@ -250,7 +250,7 @@ def test_changed_settings_and_files_are_named_and_undoing_them_resumes(begun):
     Path("texts/d.txt").unlink()
     content, stat = file.read_text(), file.stat()
     file.unlink()
-    assert refused(recipe) == "texts/b.txt is missing"
+    assert refused(recipe) == "texts/b.txt is not among the inputs now"
     file.write_text(content + "more")
     assert refused(recipe) == "texts/b.txt was changed"
     file.write_text(content)

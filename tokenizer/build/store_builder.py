@@ -82,10 +82,10 @@ def pretokenize(
         with locked(folder, "", wait=is_cache or shard is not None, is_cache=is_cache):
             if TokenStore.is_store(folder):
                 return builder.open_finished()
-            units = list(range(len(builder.plan.units)))
             if shard is None:
                 _refuse_busy_shards(folder)
                 return builder.finish(is_merge)
+            units = list(range(len(builder.plan.units)))
             share, shares = shard
             lock = locked(folder, f".shard-{share}-of-{shares}", wait=False)
         with lock:
@@ -144,7 +144,7 @@ def _changes(old_settings: dict[str, Any], old_inputs: list, settings: dict[str,
     keys = [key for key in old_settings | settings if old_settings.get(key) != settings.get(key)]
     words = [f"{key} was {old_settings.get(key)!r:.60} and is {settings.get(key)!r:.60}" for key in keys]
     old_files, files = ({name: numbers for name, *numbers in entries} for entries in (old_inputs, inputs))
-    words += [f"{name} is missing" for name in old_files if name not in files]
+    words += [f"{name} is not among the inputs now" for name in old_files if name not in files]
     names = [name for name in files if old_files.get(name) != files[name]]
     words += [f"{name} {'was changed' if name in old_files else 'is new'}" for name in names]
     return "; ".join(words[:3]) + (f"; and {len(words) - 3} more" if len(words) > 3 else "")
@@ -379,6 +379,8 @@ class StoreBuilder:
 
     def finish(self, is_merge: bool) -> TokenStore:
         """Process the remaining units, merge the parts, and move the store into place."""
+        if is_merge and not (self.work / "plan.json").is_file():
+            raise UserError(f"No shard of {self.folder} has been run; check --output.")
         units = list(range(len(self.plan.units)))
         if is_merge and (number := len(units) - len(done_parts(self.work, units))):
             raise UserError(

@@ -282,8 +282,10 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
         raise UserError(f"{name} has neither tokenizer.json nor vocab.json, so no tokenizer can be loaded.")
     if link := next(_links_out(folder), None):
         raise UserError(f"{link} is a link out of the folder, whose content would be copied; replace it by the file.")
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, logging
 
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # a tokenizer does not depend on its model, which may have code of its own
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
         tokenizer.encode("")  # the first call that fails if a setting has a wrong type
@@ -291,6 +293,8 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
         needs_code = "trust_remote_code" in str(error)
         reason = "it needs its own code, which is not executed" if needs_code else hub.shortened(error)
         raise UserError(f"No tokenizer can be loaded from {name}: {reason}.") from error
+    finally:
+        logging.set_verbosity(verbosity)
     if not tokenizer.is_fast:
         raise UserError(f"{name} is a slow tokenizer; only fast ones (tokenizer.json) are supported.")
     names_no_end = folder.is_dir() and not any((folder / config).exists() for config in CONFIGS)

@@ -21,7 +21,7 @@ from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
 from training.budget.earlier import EarlierRun
-from training.budget.sizing import Sizing, resolve, with_vocabulary
+from training.budget.sizing import Sizing, require_price, resolve, with_vocabulary
 from training.budget.throughput import SCORING_COST, Throughput, assumed_speed, measure_speed, validation_tokens
 from training.config import TrainConfig, dump_config
 from training.data.run_data import bytes_of, find_store, open_store
@@ -132,6 +132,7 @@ def _print_plan(config: TrainConfig, folder: Path) -> None:
     if config.text and find_store(config.recipe, recorded) is None:
         from tokenizer.build.estimate import estimate as estimate_store  # needs packages that a run does not need
 
+        require_price(config, accelerator)
         estimate = estimate_store(config.recipe, folder, say)
     sample = open_store(config.recipe, say, recorded) if estimate is None else estimate.sample
     store = sample if estimate is None else estimate.whole

@@ -149,10 +149,7 @@ def resolve(
     continues = repeats or config.run.resume_from_checkpoint is not None
     if continues and not repeats:
         config = run.restore(config)
-    if (amount := config.budget.amount) is not None and amount.unit != "flops":
-        device, cost = on_main(accelerator, lambda: device_name(accelerator.device)), config.cost
-        price = price_of(device, cost.plan_device, cost.hourly_price, accelerator.num_processes)
-        price.seconds(amount)  # an unknown price is an error before the text is tokenized
+    require_price(config, accelerator)
     start = time.monotonic()
     stores = stores or 2 * [open_data(config, accelerator)]
     tokenization = time.monotonic() - start
@@ -167,6 +164,13 @@ def resolve(
         most_steps = int(sizing.option.most_tokens / settings["tokens_per_step"])
         settings = settings | {"max_steps": max(run.step, min(run.step + settings["max_steps"], most_steps))}
     return config.with_settings(settings), sizing
+
+
+def require_price(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Raise a `UserError`, before the text is tokenized, if the budget is money and the device's price is not known."""
+    if (amount := config.budget.amount) is not None and amount.unit != "flops":
+        device, cost = on_main(accelerator, lambda: device_name(accelerator.device)), config.cost
+        price_of(device, cost.plan_device, cost.hourly_price, accelerator.num_processes).seconds(amount)
 
 
 def _with_fixed_length(config: TrainConfig, accelerator: Accelerator) -> TrainConfig:

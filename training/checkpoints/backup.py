@@ -26,6 +26,7 @@ from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.checkpoint import DamageError, complete_checkpoints, is_linked, listed_files, step_of
 from training.checkpoints.metrics import best_step, read_events, read_metrics
 from training.checkpoints.run_folder import RunArguments, RunFolder, may_hold_run
+from training.checkpoints.status import record
 from training.runtime.console import clock
 from training.runtime.restart import restarted
 
@@ -175,6 +176,7 @@ class Backup:
             self.say(f"Backup:  waiting for {self.there.path}, at most {clock(seconds)} (Ctrl-C twice ends it)")
             self._thread.join(seconds)
         if problem := "the drive is too slow" if self._thread.is_alive() else self.problem:
+            record(self.run.events, "backup_failed", self.run.newest_step(), because=problem)
             self.say(
                 f"WARNING: The backup in {self.there.path} is incomplete ({problem}); copy {self.run.path} there "
                 "yourself."
@@ -194,6 +196,7 @@ class Backup:
                 self._copy(self.copying)
             except OSError as error:
                 if self.problem is None:
+                    record(self.run.events, "backup_failed", step_of(self.copying), because=_reason(error))
                     self.say(
                         f"WARNING: {name} could not be copied to {self.there.path} ({_reason(error)}). Training "
                         "continues, and the copy will be retried."
