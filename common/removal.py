@@ -91,9 +91,22 @@ def move(path: Path, target: Path) -> None:
             raise
         draft = target.with_name(f".{target.name.lstrip('.')}.copy")  # a name that no command looks for
         shutil.rmtree(draft, ignore_errors=True)
-        shutil.copytree(path, draft, symlinks=True)
+        try:
+            _copy(path, draft)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
         draft.rename(target)
         shutil.rmtree(path)
+
+
+def _copy(folder: Path, target: Path) -> None:
+    target.mkdir()
+    for path in folder.iterdir():  # `shutil.copytree` does not keep the number of an error
+        if path.is_dir() and not path.is_symlink():
+            _copy(path, target / path.name)
+        else:
+            shutil.copy2(path, target / path.name, follow_symlinks=False)
 
 
 def _empty(trash: Path, patterns: Iterable[str], path: Path) -> Path | None:

@@ -134,9 +134,7 @@ def build(options: PretokenizeArguments, ids: ImportArguments, recipe: Recipe) -
     say = (lambda text: None) if options.quiet else print
     folder = Path(options.output).expanduser()
     if ids.import_tokens is not None:
-        folder = store_builder.output_folder(folder)
-        with store_builder.locked(folder, "", wait=False):
-            store = import_store(ids, recipe.vocabulary.tokenizer, recipe.corpus.validation_fraction, folder, say)
+        store = import_store(ids, recipe.vocabulary.tokenizer, recipe.corpus.validation_fraction, folder, say)
     else:
         store = store_builder.pretokenize(recipe, folder, say, options.num_proc, options.share, options.merge)
     if store is not None and options.compress:

@@ -14,7 +14,7 @@ from common.errors import NONSENSE, Problems, UserError, disk_errors
 from common.limits import setting
 from tokenizer.build import report
 from tokenizer.build.recipe import SEED
-from tokenizer.build.store_builder import open_finished
+from tokenizer.build.store_builder import check_writable, locked, open_finished, output_folder
 from tokenizer.corpus.documents import Counts
 from tokenizer.corpus.file_finder import TextFile
 from tokenizer.encoding import encode, vocabulary
@@ -120,15 +120,17 @@ class ImportedSplit:
 def import_store(
     arguments: ImportArguments, name: str, fraction: float, folder: Path, say: Callable[[str], None]
 ) -> TokenStore:
-    """Make the store in `folder`, which is locked, or open it if it was made of the same files. `name` is the
-    tokenizer. Raise a `UserError` if files, types or ids are wrong, or the store was made of something else."""
+    """Make the store in `folder`, or open it if it was made of the same files. `name` is the tokenizer.
+    Raise a `UserError` if files, types or ids are wrong, or `folder` contains something else or is in use."""
     paths = [Path(path).expanduser() for path in (arguments.import_tokens, arguments.val) if path is not None]
     inputs = [[file.path, file.size, file.modified] for file in map(TextFile.at, paths)]
     dtype = arguments.dtype or recorded_dtype(paths[0])
     settings = {**vars(arguments), "dtype": dtype, "tokenizer": name, "cleaning": [], "dedup": "no", "seed": SEED}
     settings["validation_fraction"] = fraction
+    folder = output_folder(folder)
     if TokenStore.is_store(folder):
         return open_finished(folder, settings, inputs, say)
+    check_writable(folder)
     tokenizer = vocabulary.load(name)
     vocabulary.check_ids(tokenizer, name)
     size, eos, problems = len(tokenizer), tokenizer.eos_token_id, Problems()
@@ -145,23 +147,28 @@ def import_store(
     lengths = np.stack([lengths, lengths - np.array([*strips, *[0] * n_missing])])  # (2, vocab_size)
     end = len(splits[0].ids) if len(splits) == 2 else splits[0].divided_at(fraction)
     bounds = {"train": (splits[0], 0, end), "val": (splits[-1], 0 if len(splits) == 2 else end, len(splits[-1].ids))}
-    with disk_errors(folder, RESUMES), unfinished_path(folder.resolve(), ".importing", STORE_FILES) as draft:
-        vocabulary.save(tokenizer, draft / "tokenizer")
-        sizes = {name: split.write(draft, name, *ends, lengths) for name, (split, *ends) in bounds.items()}
-        counts = Counts(documents=sum(len(part.ends) for part in splits), bytes=sum(part[2] for part in sizes.values()))
-        report.describe(
-            draft,
-            tokenizer.backend_tokenizer,
-            sizes,
-            inputs,
-            eos_token_id=eos,
-            sources=[str(path) for path in paths],
-            validation_splits=[str(paths[1])] if len(paths) == 2 else [],
-            settings=settings,
-            counts=asdict(counts) | {"links": 0, "tails": 0},
-            cleaning={},
-            repeated_documents=0,
-        )
+    with locked(folder, "", wait=False):
+        if TokenStore.is_store(folder):  # another process has just written it
+            return open_finished(folder, settings, inputs, say)
+        with disk_errors(folder, RESUMES), unfinished_path(folder.resolve(), ".importing", STORE_FILES) as draft:
+            vocabulary.save(tokenizer, draft / "tokenizer")
+            sizes = {name: split.write(draft, name, *ends, lengths) for name, (split, *ends) in bounds.items()}
+            counts = Counts(
+                documents=sum(len(part.ends) for part in splits), bytes=sum(part[2] for part in sizes.values())
+            )
+            report.describe(
+                draft,
+                tokenizer.backend_tokenizer,
+                sizes,
+                inputs,
+                eos_token_id=eos,
+                sources=[str(path) for path in paths],
+                validation_splits=[str(paths[1])] if len(paths) == 2 else [],
+                settings=settings,
+                counts=asdict(counts) | {"links": 0, "tails": 0},
+                cleaning={},
+                repeated_documents=0,
+            )
     store = TokenStore(folder)
     say(report.summary(store, is_cache=False))
     return store

@@ -132,7 +132,8 @@ def _print_plan(config: TrainConfig, folder: Path) -> None:
     if config.text and find_store(config.recipe, recorded) is None:
         from tokenizer.build.estimate import estimate as estimate_store  # needs packages that a run does not need
 
-        require_price(config, accelerator)
+        if config.budget.chooses and not config.is_resolved:  # as in `resolve`
+            require_price(config, accelerator)
         estimate = estimate_store(config.recipe, folder, say)
     sample = open_store(config.recipe, say, recorded) if estimate is None else estimate.sample
     store = sample if estimate is None else estimate.whole
