@@ -109,14 +109,15 @@ async function createSession(file) {
   }
 }
 
+const fetchForJob = (file) => fetch(file, { ...NEWEST, signal: job.stop.signal });
+
 // Return the bytes of a model file, kept by the browser, after a comparison with its size and SHA-256.
 async function download({ name, file, bytes, sha256 }, report) {
   const cache = await globalThis.caches?.open(KEPT).catch(() => undefined); // there is none without HTTPS
-  const key = `${file}?${sha256}`, kept = await cache?.match(key), response = kept ?? (await fetch(file, NEWEST));
+  const key = `${file}?${sha256}`, kept = await cache?.match(key), response = kept ?? (await fetchForJob(file));
   if (!response.ok) refuse(`${name} cannot be loaded: the server answered ${response.status} for ${file}.`);
   let end = 0;
-  const pass = (part, out) => (out.enqueue(part), report((end += part.length) / bytes));
-  const counter = new TransformStream({ transform: (part, out) => (job.isStopped ? out.terminate() : pass(part, out)) });
+  const counter = new TransformStream({ transform: (part, out) => (out.enqueue(part), report((end += part.length) / bytes)) });
   const content = await new Response(response.body.pipeThrough(counter)).arrayBuffer().catch(() => new ArrayBuffer());
   if (job.isStopped) refuse("Stopped.");
   const digest = await crypto.subtle?.digest("SHA-256", content);
@@ -139,7 +140,7 @@ class Model {
   }
 
   async #load(report) {
-    const response = await fetch(this.tokenizerFile, NEWEST);
+    const response = await fetchForJob(this.tokenizerFile);
     if (!response.ok) refuse(`${this.name} has no tokenizer: the server answered ${response.status}.`);
     this.tokenizer = new Tokenizer(await response.json());
     Object.assign(this, await createSession(await download(this, report)));
@@ -240,7 +241,7 @@ const TASKS = { // names of the text and of the button, maximum number of models
   watch: { names: ["Text", "Score"], models: 2, run: watch },
 };
 const task = () => TASKS[find("[name=task]:checked").value];
-let job, texts; // the state of the last start, and the chat: texts of the visitor and of the model, in turns
+let job, texts; // the last start, and the chat: texts of the visitor and of the model, in turns
 
 async function start() {
   navigator.serviceWorker?.register("page.js").catch(() => {}); // there is none without HTTPS
@@ -259,7 +260,7 @@ async function start() {
   find("#examples").append(...examples.map((text) => element("button", {
     type: "button", textContent: text.trim(), onclick: () => (find("#prompt").value = text),
   })));
-  find("#stop").onclick = () => (job.isStopped = true);
+  find("#stop").onclick = () => job.stop.abort();
   find("#tasks").onchange = find("#models").onchange = showTask;
   find("#desk").onsubmit = (event) => (event.preventDefault(), find("#start").hidden || run());
   showTask();
@@ -286,7 +287,7 @@ async function run() {
   const checked = demo.models.filter((_, i) => boxes.length < 2 || boxes[i].checked);
   if (task().run === chat) checked.sort((a, b) => Boolean(b.chat) - Boolean(a.chat));
   const chosen = checked.slice(0, task().models);
-  job = { isStopped: false };
+  job = { stop: new AbortController(), get isStopped() { return this.stop.signal.aborted; } };
   [find("#start").hidden, find("#stop").hidden] = [true, false];
   find("#status").textContent = chosen.length ? "Running." : "Choose a model.";
   find("#results").replaceChildren();
@@ -302,9 +303,10 @@ function card(model) {
   find("h2", article).textContent = model.name;
   find(".facts", article).textContent = model.facts.join(" · ");
   find("#results").append(article);
-  const fail = (error) => (problem.textContent = report(error));
+  const fail = (error) => (problem.textContent = report(job.isStopped ? new Problem("Stopped.") : error));
   const load = () => model.load((share) => ([bar.hidden, bar.value] = [false, share])).finally(() => (bar.hidden = true));
-  return { model, text, note, fail, attempt: async (action) => job.isStopped || load().then(() => action(model)).catch(fail) };
+  const attempt = async (action) => job.isStopped || load().then(() => action(model)).catch(fail);
+  return { model, text, note, fail, attempt };
 }
 
 // Show a text that the model writes after ids. Each call of the result writes a token, and returns whether more follow.
