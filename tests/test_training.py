@@ -32,7 +32,7 @@ from training import compare_runs
 from training.checkpoints.checkpoint import damage, prune
 from training.checkpoints.metrics import best_evaluation, comparable_loss
 from training.checkpoints.run_folder import RunFolder, run_of
-from training.checkpoints.samples import fenced, read_samples
+from training.checkpoints.samples import read_samples
 from training.checkpoints.status import now
 from training.data.run_data import name_of
 from training.evaluate import store_and_masking
@@ -40,7 +40,7 @@ from training.evaluation.scoring import eval_windows
 from training.guard import health
 from training.log.trackers import LoggingArguments
 from training.report.facts import read_facts, write_facts
-from training.report.report import write_report
+from training.report.report import environment, write_report
 from training.step.loss import linear_cross_entropy
 
 
@@ -102,8 +102,9 @@ def test_report_shows_speed_settings_and_the_samples_of_every_prompt_over_time(t
     assert list(samples) == [0, 3, 6]
     section = report.split("## Samples\n\n")[1].split("## Data")[0]
     first, second = section.removeprefix("### Prompt 1\n\n").split("### Prompt 2\n\n")
+    code = environment().filters["fenced"]
     for nth, content in enumerate((first, second)):
-        moments = [f"After {step} steps:\n\n{fenced(samples[step][nth])}\n\n" for step in (0, 3, 6)]
+        moments = [f"After {step} steps:\n\n{code(samples[step][nth])}\n\n" for step in (0, 3, 6)]
         assert content == "".join(moments)
     assert "--- step 0" not in output
     assert f"--- step 6:\n{samples[6][1]}\n" in output

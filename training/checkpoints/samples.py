@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 from common.atomic import write_atomic
-from common.terminal import CONTROL
 
 # Parts of samples.md: the heading of a step, or a sample with its fence.
 SECTION_OR_SAMPLE = re.compile(r"^## step (\d+)$|^(`{3,})text\n(.*?)\n\2$", re.MULTILINE | re.DOTALL)
@@ -39,8 +38,7 @@ def forget_samples_after(path: Path, step: int) -> None:
 
 
 def fenced(text: str) -> str:
-    """Return a code block whose fence is longer than any in `text`. An untrained model writes control characters."""
-    text = text.translate(CONTROL)
+    """Return a code block whose fence is longer than any in `text`."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"

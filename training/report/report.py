@@ -49,7 +49,8 @@ def environment(*folders: Path) -> Environment:
     """Return the Jinja environment for the templates of `folders` and of this package."""
     loader = FileSystemLoader([*folders, TEMPLATES])
     jinja = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    jinja.filters |= {"as": format, "counted": counted, "fenced": fenced, "cell": cell, "clock": clock}
+    jinja.filters |= {"as": format, "counted": counted, "cell": cell, "clock": clock}
+    jinja.filters["fenced"] = lambda text: fenced(text.translate(CONTROL))  # which an untrained model writes
     jinja.filters |= {"perplexity": perplexity, "quoted": partial(json.dumps, ensure_ascii=False)}  # a Python string
     jinja.filters |= {
         "plain": lambda name: MARKDOWN.sub(r"\\\g<0>", " ".join(name.split())),
