@@ -174,13 +174,13 @@ def keep_evaluation(results: dict[str, Any], run: RunFolder, store: TokenStore, 
             earlier_results = {name: value for name, value in earlier_results.items() if name == "tasks"}
         if "panel" in results or "panel" not in earlier_results:
             picture.unlink(missing_ok=True)
-        if "panel" in results:
-            plot_panel(results["panel"]["rows"], picture)
         if "tasks" in results and "tasks" in earlier_results:
             for name in ("configs", "results", "n-shot", "cut_requests"):
                 results["tasks"][name] = earlier_results["tasks"].get(name, {}) | results["tasks"][name]
         content = {"format_version": EVALUATION_FORMAT} | earlier_results | results | identity
         write_atomic(folder / "evaluation.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        if "panel" in results:
+            plot_panel(results["panel"]["rows"], picture)
         evaluation = evaluation_of(run, run.model)
         if picture.is_file():
             content["picture"] = picture.name
