@@ -89,7 +89,7 @@ def move(path: Path, target: Path) -> None:
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        draft = target.with_name(f".{target.name.lstrip('.')}.copy")  # a name that no command looks for
+        draft = target.with_name(f".{target.name.lstrip('.')}.unfinished")  # a name that no command looks for
         shutil.rmtree(draft, ignore_errors=True)
         try:
             _copy(path, draft)

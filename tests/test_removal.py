@@ -284,7 +284,7 @@ def test_a_folder_that_cannot_be_renamed_is_copied(tmp_path):
         return rename(path, target)
 
     write(tmp_path / "x", "a.bin", "sub/mine.txt")
-    write(tmp_path / ".y.copy", "of_a_killed_process")
+    write(tmp_path / ".y.unfinished", "of_a_killed_process")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "rename", on_overlay)
         assert discard(tmp_path / "x", ("a.bin",)) == tmp_path / "x.kept"
@@ -306,7 +306,7 @@ def test_a_copy_that_fails_keeps_the_number_of_its_error_and_a_killed_one_is_del
     assert (failure.value.errno, sorted(contents(tmp_path))) == (errno.ENOSPC, ["x/a.bin"])
     run = RunFolder(train(tmp_path / "run"))
     begin(run, None)
-    shutil.copytree(run.replaced / "checkpoints", run.replaced / ".checkpoints.copy")
+    shutil.copytree(run.replaced / "checkpoints", run.replaced / ".checkpoints.unfinished")
     begin(run, None)
     assert not run.replaced.with_name("replaced.kept").exists()
 

@@ -186,7 +186,8 @@ class Corpus:
         return min(self.text_size if is_known else math.inf, self.arguments.limit.bytes)
 
     def fingerprint(self) -> str:
-        """Read all text and return a hash of its content, order and kind, and of how its files are read."""
+        """Read all text and return a hash of its content, order and kind, and of how its files are read.
+        Raise a `UserError` if a file changes meanwhile."""
         digest = hashlib.sha256()
         for file in self.all_files:
             try:
@@ -201,6 +202,7 @@ class Corpus:
             digest.update(f"\xff{kind}{'validation' * file.val}".encode())
         for hub in filter(None, self.hub):
             digest.update(str(hub.pinned()).encode())
+        self.refuse_changes("Run the command")
         return digest.hexdigest()
 
     def identity(self) -> list[list]:

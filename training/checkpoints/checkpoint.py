@@ -145,7 +145,7 @@ def renew_model(checkpoint: Path, destination: Path) -> None:
 
 def sweep(folder: Path) -> None:
     """Remove folders that a killed run left half written or half deleted."""
-    for state in ("unfinished", "removed", "copy"):
+    for state in ("unfinished", "removed"):
         for leftover in folder.glob(f".*step_*.{state}"):
             discard(leftover, FILES)
 

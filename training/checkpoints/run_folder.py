@@ -166,7 +166,7 @@ REPLACED_FILES = (  # files that are deleted with a replaced run
     *(
         file if "**" in file else f"{folder}/{file}"
         for name, files in FOLDERS.items()
-        for folder in (name, f".{name}.copy")  # the latter if `move` was killed
+        for folder in (name, f".{name}.unfinished")  # the latter if `move` was killed
         for file in files
     ),
 )
