@@ -107,6 +107,28 @@ def test_instructions_and_header_of_all_kernels_are_ready_before_a_model_is_trac
     assert not header.read_bytes().startswith(b"damaged")
 
 
+def test_the_kernels_of_a_graph_are_compiled_in_one_file_per_thread(tmp_path):
+    program = """
+import torch
+from training.runtime.compilation import prepare_compiler
+def graph(x, i): return [(x @ x).relu() + i, (x @ x @ x).exp(), x.cumsum(0) + 2, x @ x * 3, x[i] - 1]
+prepare_compiler()
+x, i = torch.rand(8, 8), torch.arange(8)
+for torch._inductor.config.compile_threads, indices in ((2, i), (1, i.int())):
+    torch.testing.assert_close(torch.compile(graph)(x, indices), graph(x, indices))
+torch.compile(graph)(x, i + 1)
+"""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", program]
+    options = {"env": environment, "cwd": REPOSITORY, "capture_output": True, "text": True}
+    result = subprocess.run(command, check=False, **options)
+    assert re.search(r"\nRuntimeError: .*index out of bounds", result.stderr), result.stderr
+    modules = [path.read_text() for path in tmp_path.rglob("*.py")]
+    counts = [module.count("async_compile.cpp_pybinding") for module in modules]
+    assert counts == [4, 4]
+    assert len(list(tmp_path.rglob("*.main.so"))) == 1 + 2 + 1  # the first kernel, and the files of the graphs
+
+
 def test_a_cache_has_no_code_for_the_vectors_of_another_cpu(tmp_path):
     """On a shared disk, it gave losses that are not finite, or crashed."""
     program = "from training.runtime import compilation; compilation._begin_to_compile = str; import torch\n"

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch._inductor
 from filelock import FileLock, Timeout
+from torch._inductor import async_compile, codecache, cpu_vec_isa
 from torch._inductor.decomposition import decompositions
 from torch._inductor.exc import CppCompileError
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
@@ -25,6 +26,7 @@ from torch.utils import _filelock
 
 from common.errors import UserError
 from training.runtime.console import say
+from training.runtime.kernels import GraphKernels
 
 SILENCE = 30.0  # seconds until a wait for a lock is reported
 LINK_SECONDS = 5.0  # a file without a write for this many seconds is not being linked by any process
@@ -103,6 +105,7 @@ def prepare_compiler() -> None:
     # A cache on a shared disk may have C++ code for the vectors of another CPU, which would compute nonsense here.
     torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
     if not torch.accelerator.is_available():
+        async_compile.AsyncCompile = GraphKernels  # the modules of compiled graphs import this class
         _begin_to_compile(cache_dir())
 
 
@@ -110,16 +113,12 @@ def prepare_compiler() -> None:
 def _begin_to_compile(_folder: str) -> None:
     """Start the parts of a compilation for a CPU that need no model, in a thread, while text is read and the model is
     traced. With empty caches, they take 10 s."""
-    from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401  a process forked now may import, too
-
     threading.Thread(target=_compile_first_kernel, name="first kernel", daemon=True).start()
 
 
 def _compile_first_kernel() -> None:
     """Find the vector instructions that the C++ compiler and this CPU support, and compile the header of all kernels.
     If this fails, the compilation of the model fails in the same way, and reports it."""
-    from torch._inductor import codecache, cpu_vec_isa
-
     with suppress(Exception):
         names = set(cpu_vec_isa.x86_isa_checker())  # empty for other processors
         best = next((isa for isa in cpu_vec_isa.supported_vec_isa_list if set(str(isa).split()) <= names), None)
