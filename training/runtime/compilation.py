@@ -31,9 +31,9 @@ from training.runtime.kernels import GraphKernels
 SILENCE = 30.0  # seconds until a wait for a lock is reported
 LINK_SECONDS = 5.0  # a file without a write for this many seconds is not being linked by any process
 # Operations of a run, for each thread of a CPU, below which compiling takes longer than it saves: with two layers it
-# takes 20 s, and steps without it have 0.67 of the speed (two cores, docs/log.md). The validation, which is compiled
-# separately, takes 9 s, and without it has 0.7 of the speed.
-SHORT_RUN, SHORT_VALIDATION = 4.4e12, 2.4e12
+# takes 14 s, and steps without it have 0.67 of the speed (two cores, docs/log.md). The validation, which is compiled
+# separately, takes 5 s, and without it has 0.7 of the speed.
+SHORT_RUN, SHORT_VALIDATION = 3.1e12, 1.4e12
 FIRST_KERNEL = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(float* out) { *out = 1.0f; }\n'
 ELF = struct.Struct("<16s2HI3QI6H")  # header of a 64-bit file
 # Inductor would compute the gradient of a lookup with atomic additions from several threads. Their order, and so the
