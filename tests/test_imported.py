@@ -5,10 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_encode import of_likely_pieces
 
 import conftest
-from conftest import REPOSITORY, assert_one_sentence, contents, prose, trained
+from conftest import REPOSITORY, assert_one_sentence, contents, trained
 from tokenizer import pretokenize
 from tokenizer.build import export
 from tokenizer.build.store_builder import locked
@@ -53,21 +52,6 @@ def test_types_and_metadata_files_are_read_and_the_end_is_held_out(store, flags,
     capsys.readouterr()
     pretokenize.main([*flags, "--validation_fraction", "0.2"])
     assert capsys.readouterr().out == f"{tmp_path / 'x'} already contains these tokens.\n"
-
-
-def test_a_stripped_space_does_not_count_as_a_byte(tmp_path):
-    """SentencePiece's decoder strips the space at the start of a text."""
-    rust = of_likely_pieces()
-    rust.add_special_tokens(["<|endoftext|>"])
-    rust.save(str(tmp_path / "tokenizer.json"))
-    texts = [prose(i, 40) for i in range(3)]
-    ids = [[*rust.encode(text).ids, rust.token_to_id("<|endoftext|>")] for text in texts]
-    np.concatenate(ids).astype("<u2").tofile(tmp_path / "train.bin")
-    np.array(ids[0], dtype="<u2").tofile(tmp_path / "val.bin")
-    files = {"import_tokens": tmp_path / "train.bin", "val": tmp_path / "val.bin", "output": tmp_path / "x"}
-    pretokenize.main(conftest.flags(tokenizer=tmp_path, dtype="uint16", **files))  # a folder with nothing else
-    metadata, decoded = TokenStore(tmp_path / "x").metadata, [len(rust.decode(row)) for row in ids]
-    assert (metadata.train.documents, metadata.train.bytes, metadata.val.bytes) == (3, sum(decoded), decoded[0])
 
 
 def test_file_without_document_ends_is_one_document(store, flags, tmp_path):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -101,11 +100,9 @@ class ImportedSplit:
 
     def write(self, folder: Path, split: str, start: int, stop: int, lengths: np.ndarray) -> tuple[int, int, int]:
         """Write a part of the ids and its index. Return its numbers of tokens, documents and bytes of text.
-        `lengths`: bytes of text per token, within a document and at its start, (2, vocab_size)."""
+        `lengths`: bytes of text per token, (vocab_size,)."""
         ends = self.ends[(self.ends > start) & (self.ends < stop)]
-        lengths, first = lengths
-        starts = self.ids[np.append(start, ends)]
-        n_bytes, dtype = int((first - lengths)[starts].sum()), np.dtype(dtype_of(len(lengths))).newbyteorder("<")
+        n_bytes, dtype = 0, np.dtype(dtype_of(len(lengths))).newbyteorder("<")
         with (folder / tokens_file(split)).open("wb") as file:
             for position in range(start, stop, BLOCK_TOKENS):
                 block = self.ids[position : min(position + BLOCK_TOKENS, stop)]
@@ -138,13 +135,7 @@ def import_store(
     problems.refuse()
     if len(splits[-1].ids) < 2:
         raise UserError(f"{paths[-1]} has one token, but validation needs two.")
-    texts = encode.token_bytes(tokenizer.backend_tokenizer)
-    # Decoders such as SentencePiece's strip the space at the start of a text.
-    decode = partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=False)
-    strips = [len(text) - len(decode([i]).encode()) if text[:1] == b" " else 0 for i, text in enumerate(texts)]
-    n_missing = size - len(texts)
-    lengths = np.array([*map(len, texts), *[0] * n_missing], dtype=np.int64)
-    lengths = np.stack([lengths, lengths - np.array([*strips, *[0] * n_missing])])  # (2, vocab_size)
+    lengths = np.array([len(text) for text in encode.token_bytes(tokenizer.backend_tokenizer)], dtype=np.int64)
     end = len(splits[0].ids) if len(splits) == 2 else splits[0].divided_at(fraction)
     bounds = {"train": (splits[0], 0, end), "val": (splits[-1], 0 if len(splits) == 2 else end, len(splits[-1].ids))}
     with locked(folder, "", wait=False):
