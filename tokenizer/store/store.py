@@ -47,7 +47,6 @@ STORE_FILES = (
     *("*.bin", "*.bin.index", "*.idx", "*.json*", "report.md*"),
     *("tokenizer/*", "tokenizer/additional_chat_templates/*"),
 )
-SCAN_TOKENS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -190,15 +189,12 @@ class TokenStore:
 
     def check_ids(self, split: str) -> None:
         """Raise a `UserError` if a token id is outside the vocabulary."""
-        tokens = self.memory_map(split)
-        for start in range(0, len(tokens), SCAN_TOKENS):
-            largest = int(tokens[start : start + SCAN_TOKENS].max())
-            if largest >= self.metadata.vocab_size:
-                raise UserError(
-                    f"{self.folder / f'{split}.bin'} contains token id {largest}, but its vocabulary has only "
-                    f"{self.metadata.vocab_size} tokens; the file or metadata.json was changed. Delete it and build it "
-                    f"again."
-                )
+        if (largest := int(self.memory_map(split).max())) >= self.metadata.vocab_size:
+            raise UserError(
+                f"{self.folder / f'{split}.bin'} contains token id {largest}, but its vocabulary has only "
+                f"{self.metadata.vocab_size} tokens; the file or metadata.json was changed. Delete it and build it "
+                f"again."
+            )
 
     def check_hashes(self, *splits: str) -> None:
         """Compare the hashes of tokens and indexes with the metadata, for `splits` or for all splits.
