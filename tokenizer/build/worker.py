@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -290,10 +289,8 @@ class Workers:
             return
         children, context = multiprocessing.active_children(), multiprocessing.get_context(START_METHOD)
         self.pool = ProcessPoolExecutor(count, context, _begin)
-        with warnings.catch_warnings():  # Python 3.12 warns of threads, but no worker uses those of its parent
-            warnings.simplefilter("ignore", DeprecationWarning)
-            for _ in range(count):  # with fork, the first call starts all of them; with spawn, each starts one
-                self.pool.submit(int)
+        for _ in range(count):  # with fork, the first call starts all of them; with spawn, each starts one
+            self.pool.submit(int)
         self.processes = set(multiprocessing.active_children()) - set(children)
 
     def process(self, folder: Path, units: list[int], limit: Limit = NO_LIMIT) -> Iterator[Part]:
