@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -108,12 +108,10 @@ class Part:
 
     @staticmethod
     def read(folder: Path, number: int) -> "Part | None":
-        """Return the part of unit `number`, or None if it is not done or an older version wrote it incompletely."""
-        try:
-            part = schema.read(part_file(folder, number, "json"), Part)
-        except (FileNotFoundError, ValueError):
-            return None
-        return part if {*SPLITS, "rows"} <= part.hashes.keys() and part.tokens.keys() >= {*SPLITS} else None
+        """Return the part of unit `number`, or None if it is not done, or damaged, or of an older version."""
+        with suppress(FileNotFoundError, ValueError):
+            return schema.read(part_file(folder, number, "json"), Part)
+        return None
 
 
 def part_file(folder: Path, number: int, name: str) -> Path:
