@@ -144,7 +144,6 @@ def edit(folder: Path, **values) -> None:
         (lambda f: vocabulary.save(character_tokenizer(["ab"]), f / "tokenizer"), r"is not the tokenizer that these"),
         (lambda f: edit(f, dtype="floating"), r"metadata\.json is not the metadata of a token store .*floating"),
         (lambda f: edit(f, tokenizer_sha256="0"), r"is not the tokenizer that these"),
-        (lambda f: edit(f, counts={"first": {}}), r"it has no counts\.blank"),
         (lambda f: edit(f, repeated_documents=float("nan")), r"it contains NaN"),
         (lambda f: replaced(f / "val.bin", os.mkfifo), r"val\.bin is not a regular file"),
         (lambda f: replaced(f / "val.bin.index", lambda p: p.symlink_to(p)), r"val\.bin\.index is not a regular file"),

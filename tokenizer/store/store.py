@@ -38,8 +38,6 @@ HUB_SPLITS = {"train": "train", "val": "validation"}  # names of the splits in `
 FORMAT_VERSION = 2
 SPLITS = ("train", "val")
 MAX_UINT16_VOCAB = 65_500  # Megatron's limit for uint16
-# Types of the settings that are read from metadata.
-SETTINGS = {"input": list[str], "weights": list[float], "tokenizer": str | None, "chat_template": str | None}
 OTHER_STORE = "correct that, or choose another store"
 RESUMES = "correct that, and the same command resumes"
 # Patterns of file names, see `removal.discard`.
@@ -253,28 +251,11 @@ def read_metadata(folder: Path) -> Metadata:
                 f"{path} has the unknown key {min(unknown)}. If a newer version of GPT2Scratch wrote it, update with "
                 "`git pull`."
             )
-        metadata = schema.build(_from_format_1(content) if version == 1 else content, Metadata)
-        if version != 1:
-            _check_counts(metadata)
-        return metadata
+        return schema.build(_from_format_1(content) if version == 1 else content, Metadata)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is not the metadata of a token store ({error}). Delete it and build it again."
         ) from error
-
-
-def _check_counts(metadata: Metadata) -> None:
-    """Raise a `ValueError` if counts or settings are not what reports read."""
-    counts = dict(metadata.counts)
-    first_places = schema.build(counts.pop("first", None), dict[str, tuple[str, dict[str, Any]]], "counts.first")
-    for _, place in first_places.values():
-        schema.build(place.get("files", {}), dict[str, str], "counts.first.files")
-    schema.build(counts, dict[str, int], "counts")
-    if missing := {"documents", "bytes", "blank", "empty_records"} - counts.keys():
-        raise ValueError(f"it has no counts.{min(missing)}")
-    for name, kind in SETTINGS.items():
-        if name in metadata.settings:
-            schema.build(metadata.settings[name], kind, f"settings.{name}")
 
 
 def _from_format_1(content: dict[str, Any]) -> dict[str, Any]:
