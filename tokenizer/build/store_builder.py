@@ -245,7 +245,7 @@ class StoreBuilder:
         )
         control, sample = settings.control_tokens, Sample(units, settings, recipe.vocabulary, corpus)
         tokenizer = vocabulary.build(
-            recipe.vocabulary, recipe.existing_tokenizer, sample.texts, control, recipe.vocab_size_must_fit, self.say
+            recipe.vocabulary, recipe.existing_tokenizer, sample.texts, control, recipe.vocab_size_must_fit
         )
         if recipe.vocabulary.tokenizer is None:
             corpus.check(sample.counts, sample.is_all and sample.limit == recipe.corpus.limit)

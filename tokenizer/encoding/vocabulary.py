@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from common import schema
-from common.errors import Problems, UserError, counted
+from common.errors import Problems, UserError
 from common.limits import setting
 from tokenizer.corpus import hub
 from tokenizer.encoding.encode import byte_level_alphabet
@@ -71,7 +71,6 @@ def build(
     texts: Callable[[], Iterable[str]],
     chat_tokens: Iterable[str] = (),
     must_fit: bool = True,
-    say: Callable[[str], None] = print,
 ) -> "PreTrainedTokenizerBase | SavedTokenizer":
     """Return the `existing` tokenizer, which then adds no tokens to a text, or one built from `texts` according to
     `arguments`.
@@ -85,7 +84,7 @@ def build(
         Problems(problems(arguments, chat_tokens)).refuse()
         size = arguments.vocab_size or DEFAULT_VOCAB_SIZE
         special = [*arguments.special_tokens, *chat_tokens]
-        return train_bpe(texts(), size, arguments.pad_token, special, say)  # the caller reports a smaller size
+        return train_bpe(texts(), size, arguments.pad_token, special)  # the caller reports a smaller size
     if must_fit and arguments.vocab_size not in (None, len(tokenizer)):
         name = arguments.tokenizer or "the character tokenizer of this text"
         size = len(tokenizer)
@@ -139,11 +138,7 @@ def _special_tokens(pad_token: str, tokens: Iterable[str]) -> list[str]:
 
 
 def train_bpe(
-    texts: Iterable[str],
-    vocab_size: int,
-    pad_token: str = PADDING,
-    special_tokens: Iterable[str] = (),
-    say: Callable[[str], None] = print,
+    texts: Iterable[str], vocab_size: int, pad_token: str = PADDING, special_tokens: Iterable[str] = ()
 ) -> "PreTrainedTokenizerFast":
     """Train a byte-level BPE (Radford et al. 2019) with GPT-2's word pattern. It is lossless on any Unicode text.
     Its size is `vocab_size`, or less if the text does not have enough pairs to merge. The same text gives the same
@@ -160,13 +155,7 @@ def train_bpe(
     )
     from transformers import PreTrainedTokenizerFast
 
-    counts, cut_words = count_words(texts)
-    if cut_words:
-        say(
-            f"{counted(cut_words, 'word')} of more than {LONGEST_COUNTED_WORD:,} bytes (text without spaces) cut into "
-            f"pieces for training the BPE; encoding does not cut words."
-        )
-    words = _thinned(counts)  # each word is a separate text; they are passed in batches of thousands
+    words = _thinned(count_words(texts))  # each word is a separate text; they are passed in batches of thousands
     bpe.train_from_iterator(iter(lambda: list(itertools.islice(words, 10_000)), []), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
@@ -177,11 +166,11 @@ def train_bpe(
     )
 
 
-def count_words(texts: Iterable[str]) -> tuple[Counter[bytes], int]:
-    """Count the words of GPT-2's pattern. Also return the number of words that were too long for the trainer.
+def count_words(texts: Iterable[str]) -> Counter[bytes]:
+    """Count the words of GPT-2's pattern. Words that are too long for the trainer are counted in pieces.
     Above COUNTED_WORDS distinct words, words that occurred once are dropped. Above COUNTED_PIECE_BYTES, only every
     second, fourth ... piece is counted."""
-    splitter, counts, cut_words = WordSplitter(), Counter(), 0
+    splitter, counts = WordSplitter(), Counter()
     pieces, number_of_pieces, step = [], 0, 1
     for batch in blocks(itertools.chain(map(str.encode, texts), [b""]), COUNTED_BYTES):
         if len(counts) > COUNTED_WORDS:
@@ -191,7 +180,6 @@ def count_words(texts: Iterable[str]) -> tuple[Counter[bytes], int]:
             if len(word) <= LONGEST_COUNTED_WORD:
                 counts[word] += number
                 continue
-            cut_words += number
             for piece in COUNTED_PIECE.findall(word):
                 if number_of_pieces % step == 0:
                     pieces.append((piece, number))
@@ -201,7 +189,7 @@ def count_words(texts: Iterable[str]) -> tuple[Counter[bytes], int]:
     del counts[END]
     for piece, number in pieces:
         counts[piece] += number * step  # the kept pieces also represent the dropped ones
-    return counts, cut_words
+    return counts
 
 
 def _thinned(counts: Counter[bytes]) -> Iterator[str]:
