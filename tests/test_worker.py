@@ -233,11 +233,6 @@ def test_changed_plan_is_refused(begun, old, new, problem):
     assert error_of(pretokenize, recipe_of(Path("texts")), Path("store")) == sentence
 
 
-def test_unwritable_output_is_refused_before_the_work(begun):
-    sentence = r"'o\\udcff' is not a UTF-8 name; choose another --output\.$"
-    assert_user_error(sentence, pretokenize, recipe_of(Path("texts")), Path("o\udcff"), lambda text: None)
-
-
 def test_changed_settings_and_files_are_named_and_undoing_them_resumes(begun):
     of = {"inputs": ["texts"], "vocabulary": recipe_of(begun).vocabulary, "dedup": DedupArguments("exact")}
     assert refused(Recipe(**of, seed=2)) == "seed was 1337 and is 2"

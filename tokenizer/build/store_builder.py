@@ -98,11 +98,8 @@ def pretokenize(
 
 
 def output_folder(folder: Path) -> Path:
-    """Return the folder without a link, or raise a `UserError` if the Rust library cannot write to its name."""
-    folder = folder.resolve() if folder.is_symlink() or not folder.name else folder
-    if os.fsencode(folder).decode(errors="ignore") != str(folder):
-        raise UserError(f"{str(folder)!a} is not a UTF-8 name; choose another --output.")
-    return folder
+    """Return the folder that a link leads to, and `.` by its name: locks and unfinished work are next to it."""
+    return folder.resolve() if folder.is_symlink() or not folder.name else folder
 
 
 def check_writable(folder: Path) -> None:
