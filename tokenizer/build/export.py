@@ -25,7 +25,6 @@ GROUP_TOKENS = 1 << 22  # tokens per row group, which a writer and a reader hold
 SHARD_BYTES = 1 << 29  # bytes of ids per file
 MADE_OF = b"token_store"  # key of the store's identity in the parquet metadata
 NO_FLAGS = ("input", "tokenizer_json", "chat_template_source", "named_data", "named_templates")  # settings, not flags
-SIZE_CATEGORIES = ("n<1K", "1K<n<10K", "10K<n<100K", "100K<n<1M", "1M<n<10M", "10M<n<100M", "100M<n<1B", "n>1B")
 
 
 def to_archive(store: TokenStore) -> Path:
@@ -75,9 +74,10 @@ def to_parquet(store: TokenStore) -> Path:
     files = ("data/*.parquet", "tokenizer/*", "README.md")
     with disk_errors(folder), unfinished_path(folder.resolve(), ".exporting", files) as draft:
         (draft / "data").mkdir()
-        rows = sum(_write_shards(store, split, draft / "data") for split in SPLITS)
+        for split in SPLITS:
+            _write_shards(store, split, draft / "data")
         shutil.copytree(store.folder / "tokenizer", draft / "tokenizer")
-        (draft / "README.md").write_text(_card(store, rows), encoding="utf-8")
+        (draft / "README.md").write_text(_card(store), encoding="utf-8")
     return folder
 
 
@@ -93,8 +93,8 @@ def exported_identity(folder: Path) -> str | None:
         return None
 
 
-def _write_shards(store: TokenStore, split: str, folder: Path) -> int:
-    """Write the parquet files of a split and return the number of rows."""
+def _write_shards(store: TokenStore, split: str, folder: Path) -> None:
+    """Write the parquet files of a split."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -120,10 +120,9 @@ def _write_shards(store: TokenStore, split: str, folder: Path) -> int:
                 ids = pa.array(tokens[ends[0] : ends[-1]])
                 lists = pa.ListArray.from_arrays(pa.array(ends - ends[0], pa.int32()), ids)
                 writer.write_table(pa.Table.from_arrays([pa.array(document[rows]), lists], schema=schema))
-    return len(document)
 
 
-def _card(store: TokenStore, rows: int) -> str:
+def _card(store: TokenStore) -> str:
     from huggingface_hub import DatasetCardData
 
     metadata, name = store.metadata, store.folder.absolute().name
@@ -132,7 +131,6 @@ def _card(store: TokenStore, rows: int) -> str:
         pretty_name=f"{name}, tokenized",
         license="unknown",
         task_categories=["text-generation"],
-        size_categories=[SIZE_CATEGORIES[min(7, max(0, len(str(rows)) - 3))]],
         tags=["pretokenized", "gpt2scratch"],
         configs=[{"config_name": "default", "data_files": files}],
     )
