@@ -212,7 +212,7 @@ def _with_followers(ids: np.ndarray, counts: list[int], followed_by: list[int]) 
 
 def token_bytes(rust: Tokenizer) -> list[bytes]:
     """Return the text of each id in UTF-8. It is empty for special tokens and the unknown token."""
-    added_tokens, byte = rust.get_added_tokens_decoder(), byte_level_alphabet().__getitem__
+    added_tokens, byte_of = rust.get_added_tokens_decoder(), byte_level_alphabet()
     byte_level = isinstance(rust.decoder, decoders.ByteLevel)
     unknown, tokens = getattr(rust.model, "unk_token", None), {i: token for token, i in rust.get_vocab().items()}
 
@@ -222,11 +222,8 @@ def token_bytes(rust: Tokenizer) -> list[bytes]:
             return b""
         if i in added_tokens:
             return token.encode()
-        if byte_level:
-            try:
-                return bytes(map(byte, token))
-            except KeyError:
-                return token.encode()
+        if byte_level and all(map(byte_of.__contains__, token)):
+            return bytes(map(byte_of.get, token))
         # Decode the id twice and use the second text, because many decoders strip the space at the beginning.
         single, double = rust.decode([i], skip_special_tokens=False), rust.decode([i, i], skip_special_tokens=False)
         fallback = FALLBACK.fullmatch(token)
