@@ -115,13 +115,8 @@ class TokenStore:
                 elif size is None:
                     if file_sha256(path) != sha256:
                         problems.append(f"{path.parent} is not the tokenizer that these tokens were encoded with.")
-                else:
-                    with path.open("rb") as file:  # fails here if read permission is missing
-                        length = file.seek(0, os.SEEK_END)
-                    if length != size:
-                        problems.append(
-                            f"{path} is {length:,} bytes long, not {size:,}: it is truncated or was changed."
-                        )
+                elif (length := path.stat().st_size) != size:
+                    problems.append(f"{path} is {length:,} bytes long, not {size:,}: it is truncated or was changed.")
         Problems(f"{problem} Delete it and build it again." for problem in problems).refuse()
 
     @staticmethod
