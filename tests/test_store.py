@@ -154,13 +154,6 @@ def test_damaged_stores_are_refused_with_the_remedy(finished, damage, sentence):
     assert_one_sentence(sentence + r".* Delete it and build it again\.$", TokenStore, finished)
 
 
-@pytest.mark.parametrize("ends", [[4], [10**6, 4], []])
-def test_index_that_does_not_divide_the_tokens_is_refused(finished, ends):
-    store = TokenStore(finished)
-    np.array(ends, dtype="<i8").tofile(finished / "val.bin.index")
-    assert_user_error(r"val\.bin\.index is not the index of \d+ tokens: .* build it again\.$", store.offsets, "val")
-
-
 @pytest.mark.parametrize("values", [{"vocab_size": 299}, {"vocab_size": 70_000}, {"eos_token_id": 300}])
 def test_metadata_of_another_tokenizer_are_refused(finished, values):
     edit(finished, **values)
