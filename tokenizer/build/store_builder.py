@@ -247,7 +247,9 @@ class StoreBuilder:
             corpus.check(sample.counts, sample.is_all and sample.limit == recipe.corpus.limit)
         if settings.chat_template is not None:
             tokenizer.chat_template = settings.chat_template
-        self._say_vocabulary(len(tokenizer), tokenizer.eos_token_id is not None)
+        kind = recipe.vocabulary.tokenizer or recipe.vocabulary.tokenizer_type
+        note = "" if tokenizer.eos_token_id is not None else ", and no end-of-text token"
+        self.say(f"Tokenizer: {kind}, {len(tokenizer):,} tokens{note}.")
         vocabulary.save(tokenizer, self.store / "tokenizer")
         settings = replace(
             settings, dtype=dtype_of(len(tokenizer)), eos=tokenizer.eos_token_id, hashed_characters=HASHED_CHARACTERS
@@ -292,16 +294,6 @@ class StoreBuilder:
         marks += ChatTemplate(source, (), variables).marks
         control = list(dict.fromkeys([vocabulary.END_OF_TEXT, *marks, *arguments.special_tokens]))
         return source, control, variables
-
-    def _say_vocabulary(self, size: int, has_end: bool) -> None:
-        arguments = self.recipe.vocabulary
-        request = arguments.vocab_size or vocabulary.DEFAULT_VOCAB_SIZE
-        words = f"{arguments.tokenizer or 'byte-level BPE'}, {size:,} tokens"
-        if arguments.tokenizer is None and arguments.tokenizer_type == "character":
-            words = f"{size:,} characters"
-        elif arguments.tokenizer is None and size < request:
-            words += f" ({request:,} were requested, but the text has no more pairs to merge)"
-        self.say(f"Tokenizer: {words}{'' if has_end else ', and no end-of-text token'}.")
 
     def _require_room(self, sample: "Sample", itemsize: int) -> None:
         """Raise a `UserError` if the store does not fit on its disk."""

@@ -84,7 +84,7 @@ def build(
         Problems(problems(arguments, chat_tokens)).refuse()
         size = arguments.vocab_size or DEFAULT_VOCAB_SIZE
         special = [*arguments.special_tokens, *chat_tokens]
-        return train_bpe(texts(), size, arguments.pad_token, special)  # the caller reports a smaller size
+        return train_bpe(texts(), size, arguments.pad_token, special)
     if must_fit and arguments.vocab_size not in (None, len(tokenizer)):
         name = arguments.tokenizer or "the character tokenizer of this text"
         size = len(tokenizer)
