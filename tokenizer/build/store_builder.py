@@ -308,9 +308,7 @@ class StoreBuilder:
         texts, head = sample.texts(), ""
         while len(head) < ESTIMATED_FROM and (text := next(texts, "")):
             head += text[:ESTIMATED_FROM]
-        # `encode.encoder` would take longer to start.
-        kind = encode.CharacterEncoder if encode.is_character(self.rust) else encode.RustEncoder
-        ids, _ = kind(self.rust, np.dtype("<u4"))([head.encode()], [encode.NO_TOKEN])
+        ids, _ = encode.encoder(self.rust, np.dtype("<u4"))([head.encode()], [encode.NO_TOKEN])
         per_byte = itemsize * len(ids) / max(1, len(head.encode()))
         remedy = f"make room, or {CACHE_REMEDY}" if self.is_cache else "make room or name an --output on another disk"
         require_room(self.folder.parent.absolute(), per_byte * size, "The tokens will need about", remedy)
