@@ -107,8 +107,8 @@ class WordEncoder:
 
     def _forget(self) -> None:
         self.number = {END: 0}  # of each word, in the order of `first` and `count`
-        self.pool = np.zeros(1, dtype=self.dtype)  # a place for the id that follows a text, then the ids of all words
-        self.first, self.count = np.array([[0], [1]], np.int32)  # (words,) first index into the pool and number of ids
+        self.pool = np.zeros(0, dtype=self.dtype)  # ids of all words
+        self.first, self.count = np.zeros((2, 1), np.int32)  # (words,) first index into the pool and number of ids
 
     def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
         words = self.splitter.words(texts).dictionary_encode()
@@ -118,12 +118,7 @@ class WordEncoder:
         ends = np.flatnonzero(indices == np.flatnonzero(numbers == 0)[0])  # (texts,) positions of the words 0xFF
         until = np.frombuffer(ids.buffers()[1], dtype=np.int32)[ends + 1] // self.dtype.itemsize  # (texts,) in `ids`
         ids = np.frombuffer(ids.buffers()[2], dtype=self.dtype)
-        follower = np.array(followed_by, dtype=np.int64)
-        follows = follower != NO_TOKEN
-        ids[until[follows] - 1] = follower[follows]
-        if not follows.all():
-            ids = np.delete(ids, until[~follows] - 1)
-        return ids, np.diff(until, prepend=0).astype(np.int64) - ~follows
+        return _with_followers(ids, np.diff(until, prepend=0), followed_by)
 
     def _ids(self, numbers: np.ndarray) -> Any:
         """Return the ids of words, whose numbers are given, as one Arrow array of binaries."""
@@ -177,7 +172,7 @@ class RustEncoder:
         except Exception as error:  # the Rust library raises no narrower class
             raise UserError(f"The tokenizer cannot encode this text ({error}); use another tokenizer.") from error
         arrays = [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
-        return _with_followers(np.concatenate(arrays), [len(ids) for ids in arrays], followed_by)
+        return _with_followers(np.concatenate(arrays), np.array([*map(len, arrays)]), followed_by)
 
 
 class CharacterEncoder:
@@ -201,11 +196,11 @@ class CharacterEncoder:
                 f"The character {character!r} (U+{ord(character):04X}) is not among the {self.size} that this "
                 f"character tokenizer knows; remove it, or build the tokenizer from text that contains it."
             )
-        return _with_followers(ids.astype(self.dtype), [len(text) for text in strings], followed_by)
+        return _with_followers(ids.astype(self.dtype), np.array([*map(len, strings)]), followed_by)
 
 
-def _with_followers(ids: np.ndarray, counts: list[int], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    lengths, follower = np.array(counts, dtype=np.int64), np.array(followed_by, dtype=np.int64)
+def _with_followers(ids: np.ndarray, counts: np.ndarray, followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    lengths, follower = counts.astype(np.int64), np.array(followed_by, dtype=np.int64)
     follows = follower != NO_TOKEN
     return np.insert(ids, np.cumsum(lengths)[follows], follower[follows].astype(ids.dtype)), lengths + follows
 
