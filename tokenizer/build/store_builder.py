@@ -450,14 +450,12 @@ class Sample:
 
     def __init__(self, units: list[Unit], settings: DocumentSettings, arguments: VocabularyArguments, corpus: Corpus):
         self.settings = settings
+        self.limit = corpus.arguments.limit
         self.is_all = arguments.tokenizer_type == "character" or corpus.most_bytes <= arguments.sample_bytes
+        if self.limit != NO_LIMIT and not self.is_all:  # the beginning: it is not known over how many units it extends
+            self.limit, self.is_all = self.limit._replace(bytes=min(self.limit.bytes, arguments.sample_bytes)), True
         size = int(min(corpus.text_size, len(units) * UNIT_BYTES))  # less than the text if a packed file is one unit
         step = max(1, size // arguments.sample_bytes, len(units) // SAMPLED_UNITS)
-        limit = corpus.arguments.limit
-        if limit != NO_LIMIT:  # the sample is the beginning: how far the text extends over the units is not known
-            step, limit = 1, limit if self.is_all else limit._replace(bytes=min(limit.bytes, arguments.sample_bytes))
-            self.is_all = True
-        self.limit = limit
         self.units = units if self.is_all else units[::step]
         self.bytes_of_unit = math.inf if self.is_all else arguments.sample_bytes // max(1, len(self.units)) + 1
         self.counts = Counts()
