@@ -162,7 +162,6 @@ class TokenStore:
         from tokenizer.encoding import vocabulary
 
         tokenizer = vocabulary.load(self.folder / "tokenizer")
-        vocabulary.check_ids(tokenizer, self.folder / "tokenizer")
         size, eos = self.metadata.vocab_size, self.metadata.eos_token_id
         if (size, eos) != (len(tokenizer), tokenizer.eos_token_id):
             raise UserError(
