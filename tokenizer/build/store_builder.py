@@ -280,7 +280,8 @@ class StoreBuilder:
             raise UserError(f"The text has chats, but no chat template is known; {remedy}.")
         marks = list(dict.fromkeys(TURN_MARK.findall(source)))  # such as those that end a turn
         if tokenizer is not None:
-            special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+            added_tokens = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+            special = [token.content for token in added_tokens if token.special]
             missing, variables = [mark for mark in marks if mark not in special], tokenizer.special_tokens_map
             if missing and not ChatTemplate(source, tuple(special), variables).ends_turns:
                 raise UserError(

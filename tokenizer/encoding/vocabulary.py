@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from common import schema
 from common.errors import Problems, UserError
@@ -237,10 +237,6 @@ class SavedTokenizer:
                 source = template.read_text(encoding="utf-8") if template.is_file() else None
                 return cls(folder, Tokenizer.from_file(str(file)), special, source)
         return None
-
-    @property
-    def added_tokens_decoder(self) -> dict[int, AddedToken]:
-        return self.backend_tokenizer.get_added_tokens_decoder()
 
     @property
     def eos_token_id(self) -> int | None:
