@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
 WINDOW_BYTES = 1 << 20  # size of the block that is searched for a place to cut
-SHORTER = "it became shorter after its parts were planned"
 
 BETWEEN_WORDS = r"(?:\S(?= \S)|[^\W\d_](?=[,.;:!?，。、；：！？])|[A-Za-z](?=[0-9])|[^\W_](?=\r?\n))"  # noqa: RUF001
 BEFORE_LINE_BREAK = r"\S(?=\r?\n)"  # ends a word only in GPT-2's pattern, which our own BPE uses
@@ -49,11 +48,8 @@ def last_cut(text: str, start: int) -> int:
 
 def bounds(part: ByteRange, sample_by: str) -> tuple[int, int | None, bool]:
     """Return the actual first byte and end of a part, and whether it begins between words.
-    Each nominal bound moves to the next place to cut, which is the same for the parts on both sides of it.
-    Raise a `ValueError` if the file became shorter."""
+    Each nominal bound moves to the next place to cut, which is the same for the parts on both sides of it."""
     by = "line" if part.kind == "jsonl" else sample_by
-    if max(part.start, part.stop or 0) > os.path.getsize(part.path):
-        raise ValueError(SHORTER)
     start, is_between_words = place_to_cut(part.path, part.start, by, part.stop) if part.start else (0, True)
     if start is None:
         return part.stop, part.stop, True

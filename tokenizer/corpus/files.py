@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from common.errors import UserError
-from tokenizer.corpus.byte_range import SHORTER
 
 INFLATED_BLOCK, SAMPLE_BLOCK = 1 << 18, 1 << 9
 BLOCK_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16
 PACKED_STORE = ".tar.zst"
-DAMAGE = (ValueError, OSError, EOFError, RecursionError, csv.Error, zlib.error)  # errors of reading damaged files
+# Errors of reading damaged files, or parts of files that became shorter.
+DAMAGE = (ValueError, OSError, EOFError, IndexError, RecursionError, csv.Error, zlib.error)
 TOLERATED_SHARE = 0.01  # up to this share, unclean text is replaced or skipped, and counted
 ASCII_TEXT = re.compile(rb"[\t\n\r -~]{8,}")
 # Binary files whose heads can have little more than text: PDF, Parquet, Avro, NumPy, tar.
@@ -39,7 +39,7 @@ class BinaryError(UnreadableError):
 
 @contextmanager
 def readable(path: str) -> Iterator[None]:
-    """Turn errors of reading `path` into a `UserError`: an `UnreadableError` unless the file was changed or deleted."""
+    """Turn errors of reading `path` into an `UnreadableError`."""
     try:
         yield
     except Exception as error:
@@ -48,9 +48,8 @@ def readable(path: str) -> Iterator[None]:
         if not isinstance(error, (*DAMAGE, ArrowException)):
             raise
         reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())[:300]
-        kind = UserError if isinstance(error, FileNotFoundError) or reason == SHORTER else UnreadableError
         remedy = "fix it, decompress it or exclude it" if is_compressed(path) else "fix it or exclude it"
-        raise kind(f"{path} cannot be read: {reason}; {remedy}.") from error
+        raise UnreadableError(f"{path} cannot be read: {reason}; {remedy}.") from error
 
 
 def _zst(file: str | BinaryIO) -> BinaryIO:
