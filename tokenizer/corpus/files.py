@@ -23,7 +23,6 @@ PACKED_STORE = ".tar.zst"
 # Errors of reading damaged files, or parts of files that became shorter.
 DAMAGE = (ValueError, OSError, EOFError, IndexError, RecursionError, csv.Error, zlib.error)
 TOLERATED_SHARE = 0.01  # up to this share, unclean text is replaced or skipped, and counted
-ASCII_TEXT = re.compile(rb"[\t\n\r -~]{8,}")
 # Binary files whose heads can have little more than text: PDF, Parquet, Avro, NumPy, tar.
 SIGNATURES = re.compile(rb"%PDF-|PAR1[^ -~]|Obj\x01|\x93NUMPY|.{257}ustar", re.DOTALL)
 NOT_OF_TEXT = bytes({*range(32), 127} - {*b"\a\b\t\n\f\r\x1b"})  # control characters
@@ -109,11 +108,9 @@ def head(path: str) -> bytes:
 
 
 def check_text(head: bytes, path: str, may_skip: bool = False) -> None:
-    """Raise a `BinaryError` if a file that begins with `head` is binary, and an `UnreadableError` if it is UTF-16, or
-    if it may be skipped and too much of `head` is not UTF-8."""
-    has_mark = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    even, odd = head[:512:2], head[1:512:2]
-    if has_mark or any(not nul.strip(b"\0") and ASCII_TEXT.fullmatch(text) for text, nul in ((even, odd), (odd, even))):
+    """Raise a `BinaryError` if a file that begins with `head` is binary, and an `UnreadableError` if it is UTF-16 with
+    its mark, or if it may be skipped and too much of `head` is not UTF-8."""
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise UnreadableError(f"{path} is UTF-16 text; save it as UTF-8.")
     limit = TOLERATED_SHARE * len(head)
     valid, length = codecs.utf_8_decode(head, "ignore", False)  # an incomplete last character does not count
