@@ -146,6 +146,7 @@ def test_invalid_values_are_reported_in_one_sentence(tmp_path, text):
     command = ("--input", text, "--output", tmp_path / "store")
     for shard in ("3/3", "1", "0/0"):
         assert f"shard is {shard}; it must be i/n with i from 0 to n - 1" in refused(*command, "--shard", shard)
+    assert "invalid choice: 'strickt' (choose from" in refused(*command, "--cleaning", "strickt")
     assert "No tokenizer can be loaded from /nowhere" in refused(*command, "--tokenizer", "/nowhere/at/all")
     assert not (tmp_path / "store").exists()
 

@@ -5,7 +5,6 @@ for any number of processes.
 """
 
 import bisect
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -49,6 +48,7 @@ class CleaningArguments:
         "(invisible characters), `balanced` (also markup and ruler lines) or `strict` (plain prose only), which expect "
         "normalized text; "
         "`quality` (drops documents that are not running text). `none`, alone, changes nothing.",
+        choices=[*STAGES, "none"],
     )
 
 
@@ -75,20 +75,15 @@ def merged(*runs: dict[str, RuleStats]) -> dict[str, RuleStats]:
 
 
 def problems(arguments: CleaningArguments) -> list[str]:
-    """Return the problems of the chosen stages, one sentence each."""
-    names, sentences = arguments.cleaning, []
-    for name in dict.fromkeys(names):
-        if name not in STAGES and name != "none":
-            nearest = difflib.get_close_matches(name, [*STAGES, "none"], n=1)
-            hint = f"Did you mean {nearest[0]}?" if nearest else f"Use some of {', '.join(STAGES)}, or none alone."
-            sentences.append(f"Unknown cleaning stage {name}. {hint}")
+    """Return a sentence if the chosen stages do not go together."""
+    names = arguments.cleaning
     kinds = ["level" if name in LEVELS else name for name in names]
-    if len(set(kinds)) < len(kinds) or ("none" in names and len(names) > 1) or not names:
-        sentences.append(
-            f"cleaning is {' '.join(names) or 'empty'}; give none alone, or normalize, one of {', '.join(LEVELS)}, and "
-            f"quality, each at most once."
-        )
-    return sentences
+    if names and len(set(kinds)) == len(kinds) and ("none" not in names or len(names) == 1):
+        return []
+    return [
+        f"cleaning is {' '.join(names) or 'empty'}; give none alone, or normalize, one of {', '.join(LEVELS)}, and "
+        f"quality, each at most once."
+    ]
 
 
 class Cleaner:
