@@ -91,14 +91,10 @@ class FileFinder:
         """Return whether a pattern of --exclude matches the end of `path`, below its input `root`, or of a parent
         folder. A pattern may begin with the input, as paths in error messages do, or with its name."""
         below, whole = PurePath(os.path.relpath(path, root or ".")), PurePath(os.path.abspath(root or "."))
-        for pattern in (PurePath(pattern.removeprefix("**/")) for pattern in self.exclude):
-            start = PurePath(whole.name if pattern.parts[:1] == (whole.name,) else "")
-            if pattern.is_absolute():
-                start = whole
-            elif pattern.parts[: len(PurePath(root).parts)] == PurePath(root).parts:
-                start = PurePath(root)
-            parents = (below, *below.parents)[: len(below.parts)]
-            if any((start / parent).match(str(pattern)) for parent in parents):
+        parents = (below, *below.parents)[: len(below.parts)]
+        for pattern in (str(PurePath(pattern.removeprefix("**/"))) for pattern in self.exclude):
+            starts = [start for start in ("", whole.name, root, str(whole)) if pattern.startswith(start)]
+            if any(PurePath(start, parent).match(pattern) for start in starts for parent in parents):
                 return True
         return False
 
