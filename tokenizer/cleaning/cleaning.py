@@ -17,7 +17,8 @@ LEVELS = ("lenient", "balanced", "strict")
 STAGES: dict[str, tuple[str, ...]] = {
     "normalize": ("normalize",),
     **{level: LEVELS[: i + 1] for i, level in enumerate(LEVELS)},
-    "quality": ("quality",),
+    "quality": (),  # all filters, after the rules of the other stages
+    "none": (),
 }
 # In order of application. Later rules see the result of earlier ones. Cleaning a clean text changes nothing.
 RULES: dict[str, Callable[[str], str]] = {
@@ -48,7 +49,7 @@ class CleaningArguments:
         "(invisible characters), `balanced` (also markup and ruler lines) or `strict` (plain prose only), which expect "
         "normalized text; "
         "`quality` (drops documents that are not running text). `none`, alone, changes nothing.",
-        choices=[*STAGES, "none"],
+        choices=list(STAGES),
     )
 
 
@@ -88,18 +89,16 @@ def problems(arguments: CleaningArguments) -> list[str]:
 
 class Cleaner:
     """Cleaner that applies stages of rules to documents and counts the effect of each rule.
-    `stages` are keys of `STAGES`, or `none` alone; see `problems`."""
+    `stages` are keys of `STAGES`; see `problems`."""
 
     def __init__(self, stages: list[str]):
-        self._rules: list[tuple[str, Callable[[str], str] | None]] = []  # None means the quality filters
-        for stage in sorted(stages, key=[*STAGES, "none"].index):
-            if stage == "quality":
-                self._rules.append((stage, None))
-            elif stage != "none":
-                self._rules += [(name, rule) for name, rule in RULES.items() if name.split(".")[0] in STAGES[stage]]
-                if stage in LEVELS and "normalize" in stages:
-                    # A level may have removed a character between a letter and its mark, or decoded a mark.
-                    self._rules.append(("normalize.nfc", characters.compose))
+        self._rules: list[tuple[str, Callable[[str], str]]] = []
+        for stage in sorted(stages, key=list(STAGES).index):
+            self._rules += [(name, rule) for name, rule in RULES.items() if name.split(".")[0] in STAGES[stage]]
+            if stage in LEVELS and "normalize" in stages:
+                # A level may have removed a character between a letter and its mark, or decoded a mark.
+                self._rules.append(("normalize.nfc", characters.compose))
+        self._has_filters = "quality" in stages
         self.stats: dict[str, RuleStats] = {}  # of the rules that had an effect; see `merged` for their order
 
     def __call__(self, text: str, whole: bool = True) -> str | None:
@@ -107,13 +106,12 @@ class Cleaner:
         If `whole` is false, `text` is a piece of a document, cut between words or before a line break. Quality filters
         are designed for whole web pages and do not apply to it."""
         for name, rule in self._rules:
-            if rule is None:
-                if whole and (name := failed_filter(text)):
-                    self._count(name, text, None)
-                    return None
-            elif (result := rule(text)) != text:
+            if (result := rule(text)) != text:
                 self._count(name, text, result)
                 text = result
+        if self._has_filters and whole and (name := failed_filter(text)):
+            self._count(name, text, None)
+            return None
         return text
 
     def _count(self, name: str, old: str, new: str | None) -> None:
