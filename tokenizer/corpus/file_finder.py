@@ -59,24 +59,20 @@ class FileFinder:
             if not paths:
                 raise UserError(f"--exclude matches all files of {entry}; name fewer patterns.")
             return [TextFile.at(path, val=val) for path, val in paths.items()]
-        path = Path(entry).expanduser()
+        path = str(Path(entry).expanduser())
         is_one = os.path.lexists(path)
-        matches = [str(path)]
-        if not is_one:
-            matches = sorted(glob.glob(str(path), recursive=True), key=lambda match: Path(match).parts)
-        if "**" in entry:  # `**` matches folders, and also all files in them
-            matches = [match for match in matches if os.path.isfile(match)]
-        root = os.path.dirname(re.split(r"[*?[]", str(path))[0])
+        matches = [path] if is_one else sorted(glob.glob(path, recursive=True), key=lambda match: Path(match).parts)
+        root = os.path.dirname(re.split(r"[*?[]", path)[0])
         result = []
         for match in matches:
             if not is_one and self._is_excluded(match, root):
                 continue
-            if os.path.isdir(match):
+            if is_one and not os.path.isdir(match):
+                result.append(TextFile.at(match, is_named=True))
+            elif os.path.isfile(match):
+                result.append(TextFile.at(match))
+            elif os.path.isdir(match) and "**" not in entry:  # `**` matches folders, and also all files in them
                 result += self._walk(match, match)
-            elif is_one or os.path.isfile(match):
-                result.append(TextFile.at(match, is_one))
-            elif os.path.islink(match):
-                self.skipped.note_unreadable(match, 0, UserError("it is a broken link"))
         if result:
             return result
         problem = "matches no local file or folder and is neither a Hub dataset nor a name in "
