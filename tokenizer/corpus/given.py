@@ -50,10 +50,10 @@ class GivenDataset:
         splits = {split: splits[split] for split in SPLITS if split in splits}
         if "train" not in splits:
             raise UserError(f"{name} has no split train, only {', '.join(data) or 'none'}; give one split.")
-        rows = {split: len(part) if isinstance(part, datasets.Dataset) else 1 for split, part in splits.items()}
-        if not rows["train"]:
+        splits = {split: part for split, part in splits.items() if getattr(part, "num_rows", 1)}
+        if "train" not in splits:
             raise UserError(f"{name} has no rows; give a dataset with text.")
-        return cls(name, {split: part for split, part in splits.items() if rows[split]})
+        return cls(name, splits)
 
     def identity(self) -> list[list]:
         """Return name, rows (0 if unknown) and a hash of each split, to compare before interrupted work resumes."""
@@ -73,17 +73,15 @@ class GivenDataset:
         Close the iterator before another one begins: `datasets` shares state between them, and threads that still
         prefetch for one would make the other skip a record."""
         part = self.splits[split]
-        is_table = hasattr(part, "num_rows")
-        has_transform = is_table and part.format["type"] == "custom"  # `with_transform`, which may use any column
-        if not has_transform:
-            columns = part.format["columns"] if is_table and _is_transformed(part) else None
-            part = part.with_format(None, columns=columns) if is_table else part.with_format(None)
         try:
-            if column is None or has_transform or not is_table:
-                yield from part
-                return
-            for batch in part.select_columns([column]).iter(BATCH_RECORDS):
-                yield from ({column: value} for value in batch[column])
+            if not hasattr(part, "num_rows"):
+                part = part.with_format(None)
+            elif part.format["type"] != "custom":  # that is `with_transform`, which may use any column
+                part = part.with_format(None, part.format["columns"], part.format["output_all_columns"])
+                if column is not None:
+                    batches = part.select_columns([column]).iter(BATCH_RECORDS)
+                    part = ({column: value} for batch in batches for value in batch[column])
+            yield from part
         except Exception as error:  # of the program that made the dataset
             reason = shortened(error) or type(error).__name__
             raise UserError(f"Reading {self.name} stopped: {reason}. Correct that, and run the same again.") from error
