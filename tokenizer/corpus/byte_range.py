@@ -46,10 +46,9 @@ def last_cut(text: str, start: int) -> int:
     return next((match.end() for pattern in LAST_CUTS if (match := pattern.match(text, start))), 0)
 
 
-def bounds(part: ByteRange, sample_by: str) -> tuple[int, int | None, bool]:
-    """Return the actual first byte and end of a part, and whether it begins between words.
+def bounds(part: ByteRange, by: str) -> tuple[int, int | None, bool]:
+    """Return the actual first byte and end of a part, and whether it begins between words. `by`: see `place_to_cut`.
     Each nominal bound moves to the next place to cut, which is the same for the parts on both sides of it."""
-    by = "line" if part.kind == "jsonl" else sample_by
     start, is_between_words = place_to_cut(part.path, part.start, by, part.stop) if part.start else (0, True)
     if start is None:
         return part.stop, part.stop, True
