@@ -122,23 +122,19 @@ class Reader:
         Raise a `UserError` if the file cannot be read to its end. A file that may be skipped ends there instead."""
         if self.is_cut:
             return
-        head: list[Piece] = []  # the blank head of a document, until visible text follows
-        blank, is_complete = False, True  # a document that continues from an earlier part is not blank
         bad, good = self.counts.empty_records, self.counts.documents + self.counts.blank
+        is_complete = True
         try:
             for piece in self._of_text(part) if part.kind == "text" else self._of_records(part):
-                starts, ends = piece.starts_document, piece.ends_document
-                blank = (blank or starts) and piece.control is None and (not piece.text or piece.text.isspace())
-                head.append(piece)
-                if not blank:
-                    yield from self._counted(head)
-                    head, is_complete = [], ends
-                    if self.is_cut:
-                        return
-                elif ends:
+                is_whole = piece.starts_document and piece.ends_document and piece.control is None
+                if is_whole and (not piece.text or piece.text.isspace()):
                     self.counts.blank += 1
-                    head = []
-            yield from self._counted(head)  # the next part continues it
+                    continue
+                if (counted := self._counted(piece)) is not None:
+                    yield counted
+                if self.is_cut:
+                    return
+                is_complete = piece.ends_document
             self._check_records(part, bad, good)
         except files.UnreadableError as error:
             if not part.may_skip:
@@ -160,24 +156,22 @@ class Reader:
             problem = f"{part.path} has no text in {bad:,} of {number:,} records, the first in{place}."
             counts.note_unreadable(part.path, part.n_bytes * bad // number, files.UnreadableError(problem))
 
-    def _counted(self, pieces: list[Piece]) -> Iterator[Piece]:
-        """Count and yield pieces up to the limit. The piece at the limit is cut between words and ends its document."""
-        for piece in pieces:
-            text, starts = piece.text, piece.starts_document
-            size, remainder = len(text) if text.isascii() else len(text.encode()), self.limit.after(self.counts)
-            if size > remainder.bytes:
-                text = text.encode()[: int(remainder.bytes)].decode(errors="ignore")
-                text = text[: last_cut(text, 0) or (0 if self.counts.bytes else len(text))]
-                piece = piece._replace(text=text, ends_document=True, control=None)
-                size, self.is_cut = len(text.encode()), True
-            if starts and (remainder.documents < 1 or (self.is_cut and not text)):
-                self.is_cut = True
-                return
-            self.counts.documents += starts
-            self.counts.bytes += size
-            yield piece
-            if self.is_cut:
-                return
+    def _counted(self, piece: Piece) -> Piece | None:
+        """Count and return a piece, or None if the limit leaves nothing of its document. The piece at the limit is cut
+        between words and ends its document."""
+        text, starts = piece.text, piece.starts_document
+        size, remainder = len(text) if text.isascii() else len(text.encode()), self.limit.after(self.counts)
+        if size > remainder.bytes:
+            text = text.encode()[: int(remainder.bytes)].decode(errors="ignore")
+            text = text[: last_cut(text, 0) or (0 if self.counts.bytes else len(text))]
+            piece = piece._replace(text=text, ends_document=True, control=None)
+            size, self.is_cut = len(text.encode()), True
+        if starts and (remainder.documents < 1 or (self.is_cut and not text)):
+            self.is_cut = True
+            return None
+        self.counts.documents += starts
+        self.counts.bytes += size
+        return piece
 
     def _of_text(self, part: ByteRange) -> Iterator[Piece]:
         texts = SPLITTERS[self.sample_by](self._blocks(part))
