@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 import modeling_gpt2scratch  # noqa: F401  registers the architecture
 from common.command_line import FlagParser, flag_name, is_flag, run
-from common.errors import UserError, as_os_error
+from common.errors import UserError, disk_errors
 from common.limits import setting
 from common.removal import discard
 from publishing.card import FolderArguments
@@ -72,23 +72,18 @@ def main(arguments: list[str]) -> None:
     repository, hub = Repository(push.repo_id, private=push.private), hub_folder_of(folder)
     if not push.dry_run:
         check_access(repository)
-    try:
-        with FileLock(hub.with_name(f".{hub.name}.lock"), timeout=0):
-            url = publish(PublishedModel.read(folder), hub, repository, options, push.dry_run)
-            for checkpoint in checkpoints:
-                release = PublishedModel.read(checkpoint)
-                branch = replace(repository, branch=release.training.branch)
-                folder_of_branch = hub.with_name(f"{hub.name}-{branch.branch}")
-                publish(release, folder_of_branch, branch, options, push.dry_run)
-                discard(folder_of_branch, HUB_FILES)
-    except Timeout as error:  # another process already verifies and uploads this folder
-        raise UserError(f"{folder} is being published by another process; wait until it ends.") from error
-    except BrokenPipeError:  # the program that reads stdout has ended
-        raise
-    except Exception as error:  # a full disk, a folder without write permission, a checkpoint that the run just deleted
-        raise UserError(
-            f"Could not publish {folder}: {as_os_error(error)}; fix that and run this command again."
-        ) from error
+    with disk_errors(folder, "fix that and run this command again"):
+        try:
+            with FileLock(hub.with_name(f".{hub.name}.lock"), timeout=0):
+                url = publish(PublishedModel.read(folder), hub, repository, options, push.dry_run)
+                for checkpoint in checkpoints:
+                    release = PublishedModel.read(checkpoint)
+                    branch = replace(repository, branch=release.training.branch)
+                    folder_of_branch = hub.with_name(f"{hub.name}-{branch.branch}")
+                    publish(release, folder_of_branch, branch, options, push.dry_run)
+                    discard(folder_of_branch, HUB_FILES)
+        except Timeout as error:  # another process already verifies and uploads this folder
+            raise UserError(f"{folder} is being published by another process; wait until it ends.") from error
     if url is not None:
         print(f"Published: {url}")
 

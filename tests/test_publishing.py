@@ -145,7 +145,7 @@ def test_a_full_disk_is_reported_in_one_sentence(run, form):
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))  # less than the size of the weights
     try:
-        sentence = r"Could not publish .*step_00000006: .*File too large.*; fix that and"
+        sentence = r"cannot be read or written \(File too large\); fix that and run"
         assert_refused(run, sentence, "--format", form)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
