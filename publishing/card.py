@@ -130,7 +130,7 @@ def _examples(release: PublishedModel) -> dict[str, Any]:
     tokenizer."""
     training, tokenizer, context = release.training, release.tokenizer, release.model.config.n_positions
     text = ["The quick brown fox jumps over the lazy dog.", *(training.samples if training is not None else [])][-1]
-    prompts = [prompt for prompt in (training.prompts if training is not None else []) if prompt]
+    prompts = [prompt for prompt in (training.config.sampling.sample_prompts if training is not None else []) if prompt]
     if is_chat := tokenizer.chat_template is not None:
         prompts.insert(0, "Hello")
     if encode.is_character(tokenizer.backend_tokenizer):
@@ -154,9 +154,9 @@ def _metadata(release: PublishedModel, repository: Repository, options: FolderAr
     tags = metadata["tags"] if isinstance(metadata.get("tags"), list) else []
     tags = [kind, *(tag for tag in tags if tag not in ("gpt2scratch", "gpt2", "apertus"))]
     if training is not None:
-        if training.base_model is None:
+        if (name := training.config.run.init_from) is None:
             tags.insert(1, "from-scratch")
-        elif is_hub_id(name := training.base_model) and (release.facts or {}).get("pretrained", name) == name:
+        elif is_hub_id(name) and (release.facts or {}).get("pretrained", name) == name:
             values["base_model"] = name
         if training.store is not None:
             values["datasets"] = sorted(set(training.store.metadata.hub_datasets))

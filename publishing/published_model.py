@@ -26,7 +26,7 @@ from training.checkpoints.loading import load_own_model, model_errors
 from training.checkpoints.metrics import read_metrics
 from training.checkpoints.run_folder import FOLDERS, RunFolder, find_checkpoint, is_checkpoint, run_of
 from training.checkpoints.samples import read_samples
-from training.config import read_config
+from training.config import TrainConfig, read_config
 from training.data.run_data import find_recorded_store
 from training.report.report import evaluation_of, facts_of, sections_of
 
@@ -41,11 +41,8 @@ class Training:
     step: int
     tokens: int  # number of tokens that the checkpoint was trained on
     validation: dict[str, float] | None  # the run's metrics at this step
-    data: str  # token store or text
+    config: TrainConfig
     store: TokenStore | None  # with the tokens that the checkpoint recorded, if it still exists
-    mask_documents: bool
-    base_model: str | None  # model that the run started from
-    prompts: list[str]
     samples: list[str]  # texts that the model wrote
 
     @property
@@ -173,11 +170,8 @@ def _training(run: RunFolder, checkpoint: Path) -> Training:
         step=state.position.step,
         tokens=state.position.tokens,
         validation=validations.get(state.position.step),
-        data=config.data.data,
+        config=config,
         store=find_recorded_store(config.data.data, state.settings["data"]),
-        mask_documents=config.batch.mask_documents,
-        base_model=config.run.init_from,
-        prompts=config.sampling.sample_prompts,
         samples=[text for texts in read_samples(run.samples).values() for text in texts if text],
     )
 

@@ -81,11 +81,12 @@ def expect(release: PublishedModel) -> Expected:
     if (record := training.validation) is None:
         return replace(reference, no_loss_because=f"the run has no validation at step {training.step:,}")
     if training.store is None:
-        reason = f"no intact token store has the tokens of the run ({training.data})"
+        reason = f"no intact token store has the tokens of the run ({training.config.data.data})"
         return replace(reference, no_loss_because=reason)
     number = -(-int(record["eval_tokens"]) // config.n_positions)
     limit = max(FEWEST_WINDOWS, int(FORWARD_FLOPS / (2 * model.num_parameters() * config.n_positions)))
-    windows = eval_windows(training.store, config.n_positions, min(number, limit), training.mask_documents)
+    mask_documents = training.config.batch.mask_documents
+    windows = eval_windows(training.store, config.n_positions, min(number, limit), mask_documents)
     return replace(reference, windows=windows, is_sample=limit < number, run_loss=record["eval_loss"])
 
 

@@ -87,7 +87,7 @@ def test_a_resumed_run_needs_no_pretrained_model(gpt2, store, tmp_path):
     assert (run / "model" / "chat_template.jinja").read_text() == PLAIN_TURNS  # which the store does not have
     evaluate.main([str(run)])
     release = PublishedModel.read(run / "checkpoints" / "step_00000006")
-    assert release.training.base_model == str(source)
+    assert release.training.config.run.init_from == str(source)
 
 
 def test_only_a_pair_of_names_that_is_no_folder_is_a_hub_id(run, tmp_path, monkeypatch):
