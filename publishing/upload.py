@@ -137,13 +137,7 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
     with hub_errors(f"upload to {repo_id}"):
         _refuse_bad_metadata(folder / "README.md", repository.type)  # checked before anything is created
         if not hub.repo_exists(**target):
-            try:
-                hub.create_repo(**target, private=repository.private, space_sdk=repository.sdk)
-            except HfHubHTTPError as error:
-                if error.response.status_code != 409:
-                    raise
-                sentence = f"{repo_id} exists on the Hub but is not a {repository.type}; use another name."
-                raise UserError(sentence) from error
+            hub.create_repo(**target, private=repository.private, space_sdk=repository.sdk)
         paths, is_copy = published_files(folder), False  # a copy of main, until the first upload to the branch
         if repository.branch is not None:
             additions = [CommitOperationAdd(name, path) for name, path in paths.items()]

@@ -676,7 +676,7 @@ def test_a_refusal_of_the_hub_is_one_sentence(folder, hub, tmp_path):
     (wrong / "README.md").write_text("---\nlicense: my own\n---\n")
     for source, repo_id, target in (
         (folder, "us/tiny", r"Could not upload to us/tiny: the Hub refused: [^\n]*$"),
-        (folder, "our/tiny", r"our/tiny exists on the Hub but is not a model; use another name\.$"),
+        (folder, "our/tiny", r"Could not upload to our/tiny: the Hub refused: .*409 Conflict[^\n]*$"),
         (wrong, "me/tiny", r"does not accept the metadata of .*README\.md: \"license\" must be one of[^\n]*$"),
     ):
         assert_user_error(target, upload, source, Repository(repo_id))
