@@ -8,7 +8,6 @@ arrived are not sent again. (`upload_folder` makes several commits if Xet is ins
 import errno
 import filecmp
 import glob
-import json
 import re
 import tempfile
 from collections.abc import Iterator
@@ -186,10 +185,7 @@ def _refuse_bad_metadata(card: Path, repo_type: str) -> None:
     try:
         RepoCard.load(card).validate(repo_type)
     except ValueError as error:
-        try:
-            reasons = "; ".join(problem["message"] for problem in json.loads(str(error))["errors"])
-        except (ValueError, KeyError, TypeError):
-            reasons = _on_one_line(error)
+        reasons = _on_one_line(error)
         raise UserError(f"The Hub does not accept the metadata of {card}: {reasons}; correct these values.") from error
 
 

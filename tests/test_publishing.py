@@ -677,7 +677,7 @@ def test_a_refusal_of_the_hub_is_one_sentence(folder, hub, tmp_path):
     for source, repo_id, target in (
         (folder, "us/tiny", r"Could not upload to us/tiny: the Hub refused: [^\n]*$"),
         (folder, "our/tiny", r"Could not upload to our/tiny: the Hub refused: .*409 Conflict[^\n]*$"),
-        (wrong, "me/tiny", r"does not accept the metadata of .*README\.md: \"license\" must be one of[^\n]*$"),
+        (wrong, "me/tiny", r"does not accept the metadata of .*README\.md: .*license.* must be one of[^\n]*$"),
     ):
         assert_user_error(target, upload, source, Repository(repo_id))
         assert not hub.large
