@@ -107,8 +107,6 @@ def find_folder(path: Path, choice: str | None) -> Path:
     real = path.resolve()  # of `.` in a checkpoint or in a run's model/
     is_part = is_checkpoint(real) or (real.name in FOLDERS and RunFolder(real.parent).is_run())
     path = real if is_part else path
-    if is_part and path.name == RunFolder(path.parent).hub.name:
-        raise UserError(f"{path} was assembled for the Hub from {path.parent}; name that run.")
     if (path / CONFIG).is_file() and not is_part:
         if choice is not None:
             raise UserError(f"{path} is a model without a run and has no checkpoint {choice}; leave --checkpoint out.")
