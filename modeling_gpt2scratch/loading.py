@@ -36,7 +36,6 @@ OLD_TOKENIZER = ("vocab.json", "merges.txt", "added_tokens.json")
 MISFIT = "its weights do not fit its config.json"
 LFS_POINTER = b"version https://git-lfs"
 LAYERS = ("n_layer", "num_hidden_layers", "num_layers", "n_layers")
-MAX_LABELS = 1_000_000
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Settings of a config.json that make Transformers read other weight files or quantized weights.
 REFUSED_SETTINGS = ("quantization_config", "transformers_weights")
@@ -180,9 +179,6 @@ def read_model_config(folder: Path) -> dict[str, Any]:
             f"its config.json names model_type {str(kind)[:100]!r}, which is not a causal language model of "
             f"Transformers, and the model's own code is not run"
         )
-    # Transformers creates a name for each label.
-    if isinstance(number := settings.get("num_labels"), int) and number > MAX_LABELS:
-        raise ModelError(f"its config.json sets num_labels to {number}, but a language model has no labels")
     for name in filter(settings.get, REFUSED_SETTINGS):
         raise ModelError(f"its config.json sets {name}, which is not supported here")
     return settings
