@@ -263,8 +263,8 @@ def convert(source: str | Path, destination: str | Path, to: str = "gpt2scratch"
     names = [path.name for path in destination.iterdir()] if destination.is_dir() else []
     if destination.is_file() or not all(name.startswith(".") for name in names):
         raise ModelError(f"{destination} is a file or is not empty; use a new folder.")
-    folder = loading.fetch(source, *TOKENIZER, *OLD_TOKENIZER)
     with loading.one_sentence(source, "cannot be converted"):
+        folder = loading.fetch(source, *TOKENIZER, *OLD_TOKENIZER)
         config = loading.read_json(folder, CONFIG)
         kind = "seed" if len(SEED_ONLY_KEYS & config.keys()) > 1 else config.get("model_type")
         if kind == to:
@@ -274,22 +274,18 @@ def convert(source: str | Path, destination: str | Path, to: str = "gpt2scratch"
                 f"its {CONFIG} names model_type {kind!r}; expected gpt2, gpt2scratch, or a seed checkpoint with "
                 f"embed_dim, ff_dim, max_seq_len"
             )
-        if kind == "gpt2scratch":
-            settings = loading.read_model_config(folder)
-            native_kind(GPT2ScratchConfig.from_dict(settings), to)  # before the weights are loaded
-        has_fast = loading.has_tokenizer(folder)
-    if kind == "seed":
-        loading.fetch(source, SEED_WEIGHTS)
-        with loading.one_sentence(source, "cannot be converted"):
+        if kind == "gpt2scratch":  # before the weights are loaded
+            native_kind(GPT2ScratchConfig.from_dict(loading.read_model_config(folder)), to)
+        if kind == "seed":
+            loading.fetch(source, SEED_WEIGHTS)
             model, tokenizer = from_seed(folder), seed_tokenizer(folder)
-    else:
-        model = loading.load_model(source)
-        tokenizer = loading.load_tokenizer(source) if has_fast else None
-    with loading.one_sentence(source, "cannot be converted"):
+        else:
+            model = loading.load_model(source)
+            tokenizer = loading.load_tokenizer(source) if loading.has_tokenizer(folder) else None
         model = from_gpt2(model) if kind == "gpt2" else model
         model = to_native(model, to) if to != "gpt2scratch" else model
-    if tokenizer is not None:
-        loading.check_tokenizer(source, model, tokenizer)
+        if tokenizer is not None:
+            loading.check_tokenizer(source, model, tokenizer)
     with loading.one_sentence(destination, "cannot be written"):
         destination.mkdir(parents=True, exist_ok=True)
         # Its name is hidden, so that the same command can run again after a kill.
