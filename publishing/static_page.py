@@ -94,8 +94,6 @@ def _on_hub(entry: DemoModel, kind: str) -> tuple[dict[str, Any], None]:
             problem = f"{entry.source} has no {ONNX[kind]} on the Hub that everyone can read"
             raise UserError(f"{problem}; push it with --format onnx, without --private.")
         file = get_hf_file_metadata(hf_hub_url(name, ONNX[kind], revision=revision or None), token=False)
-        if len(file.etag) != 64:  # the etag is a SHA-256 only in large-file storage
-            raise UserError(f"{entry.source} has {ONNX[kind]} as a plain file; push it again with --format onnx.")
         names = (CONFIG, GENERATION, *TOKENIZER)
         folder = Path(snapshot_download(name, revision=file.commit_hash, allow_patterns=names, token=False))
     facts = _facts(entry, folder, [f"{file.size / 1e6:,.0f} MB", f"commit {file.commit_hash[:7]}"])
