@@ -117,15 +117,9 @@ def native_kind(config: GPT2ScratchConfig, to: str = "native") -> str:
     }
     values = {name: getattr(config, name) for name in requirements}
     differences = [f"{name}={value!r}" for name, value in values.items() if value != requirements[name]]
-    if differences and kind != best:
-        raise ModelError(f"a {kind} model does not support {', '.join(differences)}; use --to native")
     if differences:
-        normalization = f"normalization={config.normalization!r}"
-        combination = ", ".join(text for text in differences if text != normalization)
-        raise ModelError(
-            f"no native class of Transformers supports {normalization}{' with ' * bool(combination)}{combination}; "
-            f"publish it with --format gpt2scratch and without --gguf"
-        )
+        remedy = "use --to native" if kind != best else "publish it with --format gpt2scratch and without --gguf"
+        raise ModelError(f"Transformers' {kind} does not support {', '.join(differences)}; {remedy}")
     return kind
 
 

@@ -108,14 +108,15 @@ def test_scaled_rotary_positions_are_those_of_transformers(kind):
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 ROTARY = "rope_parameters={'rope_theta': 100.0, 'rope_type': 'default'}"
+WITH_BIASES = MODERN | {"rope_parameters": None, "use_bias": True}
 
 
 @pytest.mark.parametrize(
     ("to", "fields", "words"),
     [
-        ("native", {"attention_scale": 0.2}, "normalization='layer_norm' with attention_scale=0.2; publish it with"),
+        ("native", {"attention_scale": 0.2}, "gpt2 does not support attention_scale=0.2; publish it with"),
         ("gpt2", MODERN, f"not support normalization='rms_norm', {ROTARY}, attention_scale=0.5; use --to native"),
-        ("native", MODERN | {"rope_parameters": None, "use_bias": True}, "with rope_parameters=None, use_bias=True; "),
+        ("native", WITH_BIASES, "apertus does not support rope_parameters=None, use_bias=True"),
     ],
 )
 def test_fields_of_no_native_class_are_refused_by_name_before_weights_are_read(to, fields, words, tmp_path, capfd):

@@ -294,7 +294,7 @@ SPLIT = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(r"\d"), "isolated"),
     [
         (bpe, {"activation_function": "relu"}, r"activation_function relu differs by up to 0\.17 from the tanh GELU"),
         (bpe, {"activation_function": "quick_gelu"}, r"quick_gelu differs by up to 0\.02"),
-        (bpe, {"attention_scale": 0.2}, r"normalization='layer_norm' with attention_scale=0\.2; publish it with"),
+        (bpe, {"attention_scale": 0.2}, r"gpt2 does not support attention_scale=0\.2; publish it with"),
         (bpe, MODERN | LINEAR, "its rotary positions have the type linear, and GGUF files are written for default"),
         (characters, MODERN, "can be added only to a model with use_bias=True"),
         (bpe, {"vocab_size": 300}, "it has 300 embeddings but 420 tokens"),

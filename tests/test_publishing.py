@@ -309,7 +309,7 @@ def test_the_native_format_has_no_code_and_cannot_be_published_again(run, tmp_pa
     assert "trust_remote_code" not in (folder / "README.md").read_text()
     GPT2ScratchConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e4}).save_pretrained(tmp_path / "mixture")
     for options in (["--format", "both"], ["--gguf", "f16"]):
-        assert_refused(tmp_path / "mixture", r"supports normalization='layer_norm' with rope_parameters=\{", *options)
+        assert_refused(tmp_path / "mixture", r"Transformers' gpt2 does not support rope_parameters=\{", *options)
     twin = shutil.copytree(folder, tmp_path / "twin")
     assert_refused(twin, r"is a GPT2LMHeadModel, not a model of this project.*: python -m modeling_gpt2scratch\.conv")
 
