@@ -13,7 +13,6 @@ from huggingface_hub.repocard_data import model_index_to_eval_results
 
 from common.errors import NONSENSE
 from common.limits import setting
-from modeling_gpt2scratch import GPT2ScratchConfig
 from modeling_gpt2scratch.conversion_gpt2scratch import native_kind
 from publishing.onnx_file import onnx_config
 from publishing.published_model import PublishedModel, harness_entries
@@ -25,7 +24,6 @@ from training.report.report import environment
 TEMPLATES = Path(__file__).parent / "templates"
 # Metadata keys that the new card keeps from the card of a model folder, unless a flag replaces them.
 METADATA_KEYS = ("base_model", "datasets", "language", "license", "license_name", "license_link")
-NO_LICENSE = "No license was given: ask the author before you use the weights."
 VALIDATION = {"eval_loss": "Loss", "eval_perplexity": "Perplexity", "eval_bits_per_byte": "Bits per byte"}
 
 
@@ -78,51 +76,26 @@ def model_card(
 ) -> str:
     """Return the card, built from the run's report or from the README.md of a model folder.
     `gguf`, `onnx`: facts about these files."""
-    sections, config = release.sections, release.model.config
+    config = release.model.config
     native = native_kind(config) if options.has_native else None
     metadata = _metadata(release, repository, options, "gpt2scratch" if options.has_code else native or "gpt2")
-    license = options.license or sections.get("License") or sections.get("Licence") or metadata.license
-    has_own_evaluation = release.training is None and not release.evaluation
-    author, title = repository.id.split("/")
-    revision = f', revision="{repository.branch}"' * bool(repository.branch)
     variables = {
         "base": "page.md.j2" if release.facts is None else "report.md.j2",
         "release": release,
         "written": SIGNATURE,
         "repository": repository,
-        "revision": revision,
-        "more": revision + ", trust_remote_code=True" * options.has_code,
         "options": options,
-        "native": {"gpt2": "GPT-2", "apertus": "Apertus"}.get(native),
+        "native": native,
         "gguf": gguf,
         "onnx": onnx,
         "onnx_config": onnx_config(config),
-        "own_evaluation": sections.get("Evaluation", "") if has_own_evaluation else "",
-        "license": license or NO_LICENSE,
-        "author": author,
-        "title": title,
+        "license": metadata.license,
         "citation_key": re.sub(r"\W+", "", repository.id).lower(),
         "year": datetime.now(UTC).year,
-        "architecture": _architecture(config, (release.facts or {}).get("settings", {})),
         **_examples(release),
     }
     body = environment(TEMPLATES).get_template("card.md.j2").render((release.facts or {}) | variables).strip() + "\n"
     return str(ModelCard.from_template(metadata, template_str="---\n{{ card_data }}\n---\n\n{{ body }}", body=body))
-
-
-def _architecture(config: GPT2ScratchConfig, settings: dict[str, Any]) -> str:
-    """Return the papers of the model's parts, and of the optimizer in the settings of the run."""
-    parts = {
-        ", with rotary positions (Su et al. 2021)": config.rope_parameters,
-        ", RMSNorm without weights (Zhang and Sennrich 2019)": config.is_modern,
-        ", squared ReLU (So et al. 2021)": config.activation_function == "relu2",
-        ", no biases": not config.use_bias,
-    }
-    sentence = "Radford et al., Language Models are Unsupervised Multitask Learners (2019)"
-    sentence += "".join(part for part, is_used in parts.items() if is_used) + "."
-    if settings.get("optimizer") == "muon":
-        sentence += " Optimizer: Muon (Jordan et al. 2024) for the matrices of the blocks, Adam for all other weights."
-    return sentence
 
 
 def _examples(release: PublishedModel) -> dict[str, Any]:
