@@ -65,7 +65,7 @@ def write_gguf(
     refusal = f"{model.name_or_path} cannot be converted to GGUF"
     with model_errors(f"{refusal}: {{}}."):
         is_modern = native_kind(config) == "apertus"
-    Problems(f"{refusal}: {problem}" for problem in _problems(model, tokenizer)).refuse()
+    Problems(f"{refusal}: {problem}; publish it without GGUF." for problem in _problems(model, tokenizer)).refuse()
     tensors = _tensors(to_apertus(model) if is_modern else model)
     with disk_errors(destination), unfinished_path(destination, ".tmp") as path:
         writer = gguf.GGUFWriter(path, "apertus" if is_modern else "gpt2")
@@ -178,25 +178,19 @@ def _problems(model: GPT2ScratchForCausalLM, tokenizer: PreTrainedTokenizerBase)
     with torch.no_grad():
         gap = (ACT2FN[activation](x) - ACT2FN[LLAMA_CPP_GELU](x)).abs().max().item()
     if gap > ACTIVATION_TOLERANCE and native_kind(model.config) == "gpt2":
-        yield (
-            f"its activation_function {activation} differs by up to {gap:.2f} from the tanh GELU of llama.cpp; publish "
-            f"it without GGUF."
-        )
+        yield f"its activation_function {activation} differs by up to {gap:.2f} from the tanh GELU of llama.cpp"
     if model.config.rope_parameters and (kind := model.config.rope_parameters["rope_type"]) != "default":
-        yield f"its rotary positions have the type {kind}, and GGUF files are written for default; leave GGUF out."
+        yield f"its rotary positions have the type {kind}, and GGUF files are written for default"
     rust = tokenizer.backend_tokenizer
     if parts := unusual_parts(tokenizer):
-        yield (
-            f"llama.cpp supports GPT-2's byte-level BPE, but the tokenizer has {', '.join(parts)}; publish without "
-            f"GGUF."
-        )
+        yield f"llama.cpp supports GPT-2's byte-level BPE, but the tokenizer has {', '.join(parts)}"
     if not model.config.use_bias and tokenizer.eos_token_id is None and vocabulary.END_OF_TEXT not in rust.get_vocab():
         yield (
             "its tokenizer has no end-of-text token, which llama.cpp requires, and one can be added only to a model "
-            "with use_bias=True; publish the model without GGUF."
+            "with use_bias=True"
         )
     if (tokens := max(rust.get_vocab().values()) + 1) > model.config.vocab_size:
-        yield f"it has {model.config.vocab_size} embeddings but {tokens} tokens."
+        yield f"it has {model.config.vocab_size} embeddings but {tokens} tokens"
 
 
 def _add_vocabulary(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> bool:
