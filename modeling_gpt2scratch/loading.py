@@ -222,10 +222,8 @@ def _weight_files(folder: Path) -> list[Path]:
         raise ModelError(f"{INDEX} has no weight_map of file names")
     files = []
     for name in sorted(set(names.values())):
-        if Path(name).name != name or "\\" in name:
-            raise ModelError(f"{INDEX} names weights outside the folder ({name[:100]})")
-        if not name.endswith(".safetensors"):
-            raise ModelError(f"{INDEX} names {name[:100]}, which is not a safetensors file")
+        if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
+            raise ModelError(f"{INDEX} names {name[:100]}, which is not a safetensors file in its folder")
         if (path := own_file(folder, name)) is None:
             raise ModelError(f"{name} is missing, but {INDEX} names it")
         files.append(path)
