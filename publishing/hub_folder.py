@@ -14,7 +14,7 @@ from modeling_gpt2scratch.loading import CONFIG, INDEX, SHARDS, TEMPLATES, TOKEN
 from publishing.card import FolderArguments, model_card
 from publishing.gguf_file import logit_difference, write_gguf
 from publishing.onnx_file import onnx_config, write_onnx
-from publishing.published_model import PublishedModel, model_files
+from publishing.published_model import PublishedModel, copy_files
 from publishing.upload import Repository
 from publishing.verify import Expected
 from training.checkpoints.loading import model_errors
@@ -37,7 +37,7 @@ def assemble(
     renew(destination, "hub", HUB_FILES)
     if options.has_code:
         earlier = (SHARDS, INDEX) if (release.folder / WEIGHTS).is_file() else ()  # of an earlier model
-        _copy(release.folder, tuple(name for name in PUBLIC_FILES if name not in earlier), destination)
+        copy_files(release.folder, tuple(name for name in PUBLIC_FILES if name not in earlier), destination)
         if not options.trust_folder_code:
             _, others, _ = filecmp.cmpfiles(OUR_CODE, destination, CODE, shallow=False)
             for name in others:
@@ -50,7 +50,7 @@ def assemble(
         twin = twin.to(release.dtype) if twin.config.model_type == "gpt2" else twin
         save(twin, tokenizer, destination / TWIN if options.has_twin else destination)
     if options.onnx_types and not options.has_weights:
-        _copy(release.folder, (*TOKENIZER, TEMPLATES), destination)
+        copy_files(release.folder, (*TOKENIZER, TEMPLATES), destination)
         write_atomic(destination / CONFIG, json.dumps(onnx_config(model.config), indent=2) + "\n")
     if (destination / CONFIG).is_file():
         model.generation_config.save_pretrained(destination)  # with the tokens that end a text
@@ -67,12 +67,6 @@ def assemble(
     onnx = write_onnx(model, reference, destination, options.onnx_types) if options.onnx_types else []
     write_atomic(destination / "README.md", model_card(release, repository, options, gguf, onnx))
     set_default_permissions(destination)
-
-
-def _copy(folder: Path, patterns: tuple[str, ...], destination: Path) -> None:
-    for name in model_files(folder, patterns):
-        (destination / name).parent.mkdir(exist_ok=True)
-        shutil.copy(folder / name, destination / name)
 
 
 def check_native(folder: Path) -> None:

@@ -4,6 +4,7 @@ folder."""
 import itertools
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,17 +136,16 @@ def hub_folder_of(folder: Path) -> Path:
     return folder.resolve().with_name(f"{folder.resolve().name}-hub")
 
 
-def model_files(folder: Path, patterns: tuple[str, ...]) -> list[str]:
-    """Return the names of the model's files that match a pattern. Files that a checkpoint's manifest does not list are
-    left out. Raise a `UserError` for a link that leads out of the folder."""
-    paths = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    if is_checkpoint(folder):
-        listed = checkpoints.listed_files(folder)
-        names = [name for name in names if name in listed]
-    for name in names:
-        _check_link(folder, name)
-    return names
+def copy_files(folder: Path, patterns: tuple[str, ...], destination: Path) -> None:
+    """Copy the files of a model that match a pattern. Files that a checkpoint's manifest does not list are left out.
+    Raise a `UserError` for a link that leads out of the folder."""
+    listed = checkpoints.listed_files(folder) if is_checkpoint(folder) else None
+    for path in (path for pattern in patterns for path in folder.glob(pattern) if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if listed is None or name in listed:
+            _check_link(folder, name)
+            (destination / name).parent.mkdir(exist_ok=True)
+            shutil.copy(path, destination / name)
 
 
 def _check_link(folder: Path, name: str) -> None:
