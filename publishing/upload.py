@@ -134,7 +134,11 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
     target = {"repo_id": repo_id, "repo_type": repository.type}
     on_branch = target | {"revision": repository.branch}
     with hub_errors(f"upload to {repo_id}"):
-        _refuse_bad_metadata(folder / "README.md", repository.type)  # checked before anything is created
+        try:  # before anything is created
+            RepoCard.load(folder / "README.md").validate(repository.type)
+        except ValueError as error:
+            problem = f"The Hub does not accept the metadata of {folder / 'README.md'}: {_on_one_line(error)}"
+            raise UserError(f"{problem}; correct these values.") from error
         if not hub.repo_exists(**target):
             hub.create_repo(**target, private=repository.private, space_sdk=repository.sdk)
         paths, is_copy = published_files(folder), False  # a copy of main, until the first upload to the branch
@@ -178,15 +182,6 @@ def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None
             f"Files of {repo_id} on the Hub differ from the uploaded ones ({', '.join(names[:5])}); run this command "
             f"again."
         )
-
-
-def _refuse_bad_metadata(card: Path, repo_type: str) -> None:
-    """Raise a `UserError` if the Hub does not accept the metadata."""
-    try:
-        RepoCard.load(card).validate(repo_type)
-    except ValueError as error:
-        reasons = _on_one_line(error)
-        raise UserError(f"The Hub does not accept the metadata of {card}: {reasons}; correct these values.") from error
 
 
 @contextmanager
