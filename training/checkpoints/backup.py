@@ -10,7 +10,7 @@ hashes again.
 """
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,12 +137,11 @@ class Backup:
         return copy
 
     def _restore_files(self, step: int) -> None:
-        """Copy the logs and settings of the backup into the run folder. Existing settings, and logs that reach `step`,
-        are not replaced."""
+        """Copy the logs and settings of the backup into the run folder, unless the folder's own logs reach `step`."""
         mark(self.run.path, "run")
         entries = read_metrics(self.run.metrics)
-        is_current = bool(entries) and entries[-1]["step"] >= step
-        _copy_files(self.there, self.run, self.run.files if is_current else (self.run.config,))
+        if not entries or entries[-1]["step"] < step:
+            _copy_files(self.there, self.run)
 
     def begin(self, first_step: int, may_replace: bool) -> None:
         """Start the backup of a run from `first_step`. With `may_replace`, the user allowed deleting later steps.
@@ -257,10 +256,10 @@ class Backup:
             checkpoints.copy(checkpoint, target)
 
 
-def _copy_files(source: RunFolder, target: RunFolder, protected_files: Collection[Path] = ()) -> None:
-    """Copy settings and logs, except links to a path outside. Existing files in `protected_files` are not replaced."""
+def _copy_files(source: RunFolder, target: RunFolder) -> None:
+    """Copy settings and logs, except links to a path outside."""
     for file, copy in zip(source.files, target.files, strict=True):
-        if file.is_file() and not is_linked(file, source.path) and not (copy in protected_files and copy.exists()):
+        if file.is_file() and not is_linked(file, source.path):
             with unfinished_path(copy) as partial:
                 copy_file(file, partial)
 
