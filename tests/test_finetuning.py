@@ -32,7 +32,7 @@ from modeling_gpt2scratch.conversion_gpt2scratch import convert
 from publishing.gguf_file import write_gguf
 from tokenizer.encoding.vocabulary import character_tokenizer
 from training.checkpoints.loading import load_own_model
-from training.guard.lock import RunLock
+from training.guard.lock import locked
 
 ANSWERS = {"Who is he?": "He is not at it.", "Are they on it?": "They are.", "Was it his?": "It was not his."}
 BIGGER = {"n_embd": 64, "n_positions": 48, "tokens_per_step": 192, "tie_word_embeddings": True, "max_steps": 150}
@@ -403,7 +403,7 @@ def test_wrong_options_and_input_are_refused(run, tmp_path):
     assert_refused(r"does not render a chat \(No system role\); correct", finetune_chat, broken, data, new)
     assert_refused("holds no model", finetune_chat, tmp_path, data, new)
     assert_refused("line 1 has no text", finetune_text, run, data, new)
-    with RunLock(new):
+    with locked(new):
         assert_refused("out is in use by process", finetune_chat, run, data, new)
     (short := tmp_path / "short.txt").write_text("They are.")
     assert_refused("At least 2 windows of 48 tokens are needed.*provides 0", finetune_text, run, short, new)

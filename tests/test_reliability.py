@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 import time
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -47,7 +47,7 @@ from training.checkpoints.checkpoint import _seal, complete_checkpoints, damage,
 from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.saver import refuse_full_disk
 from training.checkpoints.status import write_status
-from training.guard.lock import RunLock
+from training.guard.lock import locked
 from training.report.facts import _without_machine
 from training.runtime.device import DeviceArguments, decide
 from training.runtime.launcher import launch_words
@@ -598,8 +598,8 @@ def test_a_run_killed_before_its_config_was_written_can_start(train, tmp_path):
 
 
 def test_two_runs_in_one_folder_are_refused(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(RunLock, "__init__", partialmethod(RunLock.__init__, patience=0.1))
-    with RunLock(tmp_path / "run"):
+    monkeypatch.setattr("training.guard.run_guard.locked", partial(locked, patience=0.1))
+    with locked(tmp_path / "run"):
         assert_user_error(f"is in use by process {os.getpid()} on ", train, tmp_path / "run")
 
 

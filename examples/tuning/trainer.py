@@ -1,6 +1,7 @@
 """Training with LoRA or of all weights, and the output folder."""
 
 import shlex
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from modeling_gpt2scratch.loading import CONFIG
 from tokenizer.encoding import vocabulary
 from training.checkpoints.checkpoint import MODEL_FILES
 from training.checkpoints.run_folder import repository_name
-from training.guard.lock import RunLock
+from training.guard.lock import locked
 from training.runtime.distributed import on_main
 
 FEW_STEPS = 20
@@ -73,10 +74,10 @@ def train_and_save(
     finite."""
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(Progress)
-    lock = RunLock(tuning.folder, lambda _: None, patience=0)
+    lock = ExitStack()
 
     def measure_first() -> dict[str, float]:
-        lock.acquire()
+        lock.enter_context(locked(tuning.folder, lambda _: None, patience=0))
         tuning.check()  # another command may have written it
         parent = tuning.folder.absolute().parent
         require_room(parent, 4 * trainer.model.num_parameters(), "The model takes", "make room first")
@@ -108,7 +109,7 @@ def train_and_save(
             print("\nNothing is saved before the end. The same command starts again.")
         raise
     finally:
-        lock.release()
+        lock.close()
 
 
 def save(trainer: Trainer, tokenizer: PreTrainedTokenizerBase, tuning: Tuning, folder: Path) -> PreTrainedModel:

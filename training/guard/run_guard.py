@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from accelerate import Accelerator
@@ -18,7 +18,7 @@ from training.checkpoints.status import record, write_status
 from training.guard.faults import translate
 from training.guard.health import Health, HealthArguments, Spike
 from training.guard.learning import LearningCheck
-from training.guard.lock import RunLock
+from training.guard.lock import locked
 from training.guard.stopping import EXIT_CODES, SAVE_FAILURE, TICK, Stopper, StoppingArguments
 from training.guard.watchdog import Watchdog, is_of_the_group
 from training.plan.run import Run
@@ -39,14 +39,11 @@ def job(
     """Set up and watch the processes of a job inside the `with` block, and lock the folder.
     `settings` must be equal in all processes."""
     accelerator = start_accelerator(setup, trackers, str(folder.path), stopping.ddp_timeout)
-    lock = RunLock(folder.path)
     with Watchdog(accelerator.process_index, accelerator.num_processes, stopping.ddp_timeout, folder) as watchdog:
-        try:
+        with ExitStack() as lock:
             check_same_command(settings)
-            on_main(accelerator, lock.acquire)
+            on_main(accelerator, lambda: lock.enter_context(locked(folder.path)))
             yield accelerator, watchdog
-        finally:
-            lock.release()
         on_main(accelerator, lambda: None)  # the main process may still be copying to the backup
         accelerator.wait_for_everyone()
     stop_accelerator(accelerator)
