@@ -20,7 +20,7 @@ def advisor(folder, place="ram", usual_mfu=None) -> Advisor:
 
 
 def texts_of(it: Advisor, entries, waiting_share=0.5) -> list[str]:
-    return [advice.text for entry in entries for advice in it.look(entry, waiting_share)]
+    return [text for entry in entries for text in it.look(entry, waiting_share).values()]
 
 
 def lines(losses, first=10, **options) -> list[dict]:

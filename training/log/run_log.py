@@ -105,9 +105,9 @@ class RunLog(AbstractContextManager):
             self.screen.validated(entry, best_evaluation(read_metrics(self.folder.metrics)), reference)
         else:
             self.screen.show(entry, time.monotonic() - self.began, eta)
-        for advice in self.advisor.look(entry, waiting_share):
-            self.say(f"ADVICE: {advice.text}")
-            record(self.folder.events, "advice", entry["step"], **advice._asdict())
+        for about, text in self.advisor.look(entry, waiting_share).items():
+            self.say(f"ADVICE: {text}")
+            record(self.folder.events, "advice", entry["step"], about=about, text=text)
 
     def show_progress(self, task: str, share: float) -> None:
         if self.main:
