@@ -80,10 +80,9 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
         # Train: step, log, save, validate. Saving comes first, so that a failed validation loses no step before it.
         with (
             Saver(run.folder, train_step, data.store, data.tokenizer, config.checkpoints_kept, run.backup) as saver,
-            RunLog(run, batches, forecast.evaluation_share, config.cost.hourly_price) as log,
+            RunLog(run, batches, forecast.evaluation_share, config.flat()) as log,
             Profiler(config.profile, run, log) as profiler,
         ):
-            log.start_trackers(config.logging.project, config.flat())
             if start.owes_validation:
                 with log.pause():
                     validation.validate(start.step, log, guard.stopper.agreed)

@@ -28,8 +28,8 @@ LINES_OF_ETA = 100  # last log lines whose mean speed gives the ETA
 class RunLog(AbstractContextManager):
     """Log of a run, used by every process and written by the main process."""
 
-    def __init__(self, run: Run, batches: TrainBatches, evaluation_share: float, hourly_price: float | None):
-        """`evaluation_share` is the expected fraction of time spent on validation."""
+    def __init__(self, run: Run, batches: TrainBatches, evaluation_share: float, settings: dict[str, Any]):
+        """`evaluation_share` is the expected fraction of time spent on validation. `settings` are sent to trackers."""
         self.folder, self.accelerator, self.plan = run.folder, run.accelerator, run.plan
         self.start, self.compiled = run.start, run.setup.torch_compile
         self.speed = Speed(batches, run.plan.model, run.accelerator)
@@ -40,6 +40,7 @@ class RunLog(AbstractContextManager):
         self.paces: deque[tuple[int, float]] = deque(maxlen=LINES_OF_ETA)  # (steps, seconds) per log line
         self.main = run.accelerator.is_main_process
         if self.main:
+            open_trackers(run.accelerator, run.folder, settings, run.start.step)
             clock = time.monotonic()
             self.began = clock - 3600 * hours(read_events(run.folder.events), datetime.now(UTC), clock)
             device = run.accelerator.device
@@ -47,7 +48,7 @@ class RunLog(AbstractContextManager):
             self.advisor = Advisor(run.folder, run.plan, usual_mfu and usual_mfu[1])
             self.reference = find_reference(run.folder)
             losses = [loss for _, loss in self.advisor.losses]
-            price = price_in_log(device_name(device), hourly_price, run.accelerator.num_processes)
+            price = price_in_log(device_name(device), settings["hourly_price"], run.accelerator.num_processes)
             self.screen = Screen(run.plan.max_steps, run.start.step, losses, self.compiled, price)
 
     def __exit__(self, *_: object) -> None:
@@ -116,8 +117,3 @@ class RunLog(AbstractContextManager):
     def say(self, text: str) -> None:
         if self.main:
             self.screen.say(text)
-
-    def start_trackers(self, project: str, settings: dict[str, Any]) -> None:
-        """Open the trackers of `report_to` and send them every setting that has a value."""
-        if self.main:
-            open_trackers(self.accelerator, self.folder, project, settings, self.start.step)

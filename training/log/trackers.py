@@ -43,9 +43,7 @@ class LoggingArguments:
                 yield f"report_to names {name}, which is not installed: pip install {name}."
 
 
-def open_trackers(
-    accelerator: Accelerator, folder: RunFolder, project: str, settings: dict[str, Any], first_step: int
-) -> None:
+def open_trackers(accelerator: Accelerator, folder: RunFolder, settings: dict[str, Any], first_step: int) -> None:
     """Open the trackers of `report_to` and send every setting that has a value. Called by the main process.
     The run's id is saved in its folder, so that a resumed run continues the same run in each tracker. TensorBoard's
     event files are also in that folder; a resumed run discards entries after its checkpoint."""
@@ -69,7 +67,7 @@ def open_trackers(
         for tracker in accelerator.log_with
     ]
     try:
-        accelerator.init_trackers(project, init_kwargs=options)
+        accelerator.init_trackers(settings["project"], init_kwargs=options)
         for tracker in accelerator.trackers:
             _send_settings(tracker, values)
     except Exception as error:  # not logged in, no network
