@@ -53,7 +53,6 @@ class Screen:
         """`losses` are the training losses of earlier log lines."""
         self.max_steps, self.steps = max_steps, first_step
         self.losses, self.price = array("d", losses), price  # not a list, which takes long to average
-        self.tenths_shown = first_step * 10 // max_steps
         self.rows = dict.fromkeys(("train", "validate", "speed", "time"), "")  # text below the progress bar
         self.left = self.progress = ""  # to the right of the bar; `progress` replaces `left` unless it is empty
         self.waits_for = "compiling" if compiles else "first step"  # empty after the first step
@@ -95,10 +94,6 @@ class Screen:
         self.rows["speed"] = parts["speed"].strip()
         self.rows["time"] = line_of(f"{clock(seconds)} so far", parts["cost"])
         self.steps, self.left, self.progress = step, parts["eta"], ""
-        if step * 10 // self.max_steps > self.tenths_shown:  # the live rows are overwritten, but these lines stay
-            self.tenths_shown = step * 10 // self.max_steps
-            pace = {name: entry[name] for name in entry if name not in ("data_share", "peak_memory_gb")}
-            self.say(line_of(label, parts["loss"], in_words(pace)))  # fits 80 columns
 
     def validated(self, entry: dict[str, Any], best: dict[str, Any], reference: str) -> None:
         """Show a validation with one comparison: the best of the run if that is another, by the loss on the text that
