@@ -31,7 +31,7 @@ class RunLog(AbstractContextManager):
     def __init__(self, run: Run, batches: TrainBatches, evaluation_share: float, settings: dict[str, Any]):
         """`evaluation_share` is the expected fraction of time spent on validation. `settings` are sent to trackers."""
         self.folder, self.accelerator, self.plan = run.folder, run.accelerator, run.plan
-        self.start, self.compiled = run.start, run.setup.torch_compile
+        self.compiled = run.setup.torch_compile
         self.speed = Speed(batches, run.plan.model, run.accelerator)
         self.pause, self.waiting = self.speed.pause, self.speed.waiting
         self.evaluation_share = evaluation_share
@@ -76,11 +76,10 @@ class RunLog(AbstractContextManager):
     def log(self, step: int, learning_rate: float, reading: dict[str, float]) -> None:
         """Write a log line for the steps since the previous one. `learning_rate`: the last step's. `reading`: see
         health.py."""
-        entry = {"step": step, "epoch": round(self.plan.epoch(step), 4), **reading}
-        entry |= {"learning_rate": learning_rate, "tokens": self.plan.after(step).tokens}
+        values = reading | {"learning_rate": learning_rate, "tokens": self.plan.after(step).tokens}
         if (scaler := self.accelerator.scaler) is not None:  # fp16
-            entry["loss_scale"] = scaler.get_scale()
-        entry |= self.speed.measured(self.plan.tokens_per_step) | self.unlogged
+            values["loss_scale"] = scaler.get_scale()
+        values |= self.speed.measured(self.plan.tokens_per_step) | self.unlogged
         self.unlogged = {}
         waiting_share, eta = self.speed.waited / self.speed.seconds, None
         if self.speed.steps:
@@ -88,16 +87,14 @@ class RunLog(AbstractContextManager):
         if self.paces:  # the ETA includes the remaining validations
             steps, seconds = map(sum, zip(*self.paces, strict=True))
             eta = (self.plan.max_steps - step) * seconds / steps / (1 - self.evaluation_share)
-        self._write(entry, eta, waiting_share)
+        self.write(step, values, eta, waiting_share)
         self.speed.restart()
 
-    def log_evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        self._write({"step": step, "epoch": round(self.plan.epoch(step), 4), **metrics})
-
-    def _write(self, entry: dict[str, Any], eta: float | None = None, waiting_share: float = 0.0) -> None:
+    def write(self, step: int, values: dict[str, float], eta: float | None = None, waiting_share: float = 0.0) -> None:
         """Write an entry of metrics.jsonl, show it, and print advice on problems that it reveals."""
         if not self.main:
             return
+        entry = {"step": step, "epoch": round(self.plan.epoch(step), 4), **values}
         with self.folder.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
         log_to_trackers(self.accelerator, entry, self.say)

@@ -48,7 +48,7 @@ class Validation:
                 if sampled is None:
                     return
                 metrics |= {"eval_sampled_loss": sampled["eval_loss"], "eval_sampled_tokens": sampled["eval_tokens"]}
-        log.log_evaluation(step, metrics)
+        log.write(step, metrics)
         self.write_samples(step, log, prints=is_last)
         if self.run.accelerator.is_main_process:
             write_report(self.run.folder)
