@@ -228,15 +228,13 @@ def find_checkpoint(path: Path, name: str | None) -> Path:
     best = best_step(run.metrics, by_step)
     if name is None:
         name = "best" if best is not None and read_yaml(run.config).get("load_best_model_at_end") else "last"
-    if name == "last" and by_step:
-        return by_step[max(by_step)]
-    if name == "best":
-        if best is None:
-            raise UserError(f"{choice}; none of them was validated. Choose one with --checkpoint STEP.")
-        return by_step[best]
-    if not name.isdecimal() or int(name) not in by_step:
+    if name == "best" and best is None:
+        raise UserError(f"{choice}; none of them was validated. Choose one with --checkpoint STEP.")
+    named = {"last": max(by_step, default=None), "best": best}
+    step = named[name] if name in named else int(name) if name.isdecimal() else None
+    if step not in by_step:
         raise UserError(f"checkpoint is {name}, but {choice}; use one of them, last or best.")
-    return by_step[int(name)]
+    return by_step[step]
 
 
 def _parts(folder: RunFolder) -> dict[Path, tuple[str, ...]]:
