@@ -163,12 +163,7 @@ class RunFolder:
 
 REPLACED_FILES = (  # files that are deleted with a replaced run
     *(MARK, UNFINISHED_MARK, *(path.name for path in RunFolder("").files)),
-    *(
-        file if "**" in file else f"{folder}/{file}"
-        for name, files in FOLDERS.items()
-        for folder in (name, f".{name}.unfinished")  # the latter if `move` was killed
-        for file in files
-    ),
+    *(file if "**" in file else f"{folder}/{file}" for folder, files in FOLDERS.items() for file in files),
 )
 
 
