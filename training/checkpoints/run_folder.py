@@ -33,7 +33,7 @@ from common.settings_file import read_yaml
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.metrics import best_step, forget_after, read_events
 from training.checkpoints.samples import forget_samples_after
-from training.checkpoints.status import check_run_format, is_status
+from training.checkpoints.status import check_run_format, read_status
 from training.runtime.console import say
 from training.runtime.restart import restarted
 
@@ -111,7 +111,8 @@ class RunFolder:
     def is_run(self) -> bool:
         """Return whether this project trained in the folder. It did if there is a mark file or, from an older version,
         a checkpoint, or a status and events in our format. A config.yaml is not enough: any project may have one."""
-        if is_marked(self.path, "run") or (is_status(self.status) and read_events(self.events)):
+        has_status = {"state", "step", "reason", "time"} <= read_status(self.status).keys()
+        if is_marked(self.path, "run") or (has_status and read_events(self.events)):
             return True
         for checkpoint in checkpoints.complete_checkpoints(self.checkpoints):
             with suppress(OSError):

@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from common import schema
 from common.atomic import write_atomic
@@ -36,12 +36,6 @@ def write_status(path: Path, state: State, step: int, reason: str = "") -> None:
         with suppress(OSError), path.open("r+", encoding="utf-8") as file:  # "w" would give its space to other files
             file.write(text)
             file.truncate()
-
-
-def is_status(path: Path) -> bool:
-    """Return whether a file is a status.json of this project, in any format version."""
-    status = read_status(path)
-    return status.get("state") in get_args(State) and {"step", "reason", "time"} <= status.keys()
 
 
 def check_run_format(path: Path) -> None:
