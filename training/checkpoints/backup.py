@@ -114,14 +114,18 @@ class Backup:
             return True
 
     def fetch(self, checkpoint: Path) -> Path:
-        """Copy a checkpoint of the backup, its logs and the best earlier checkpoint into the run folder. Return the
-        copy. Raise a `DamageError`, or a `UserError` if the drive or the run's own disk fails."""
+        """Copy a checkpoint of the backup, its logs (unless the run's own reach that step) and the best earlier
+        checkpoint into the run folder. Return the copy. Raise a `DamageError`, or a `UserError` if the drive or the
+        run's own disk fails."""
         copy = self.run.checkpoints / checkpoint.name
         try:
             if is_linked(checkpoint / checkpoints.MANIFEST, self.there.path):
                 raise DamageError(f"it is a link to a path outside {self.there.path}")
             listed_files(checkpoint)
-            self._restore_files(step_of(checkpoint))
+            mark(self.run.path, "run")
+            entries = read_metrics(self.run.metrics)
+            if not entries or entries[-1]["step"] < step_of(checkpoint):
+                _copy_files(self.there, self.run)
             self.run.checkpoints.mkdir(exist_ok=True)
             checkpoints.copy(checkpoint, copy)
             self._restore_best(step_of(checkpoint))
@@ -135,13 +139,6 @@ class Backup:
             ) from error
         self.say(f"Backup:  {checkpoint.name} is restored from {self.there.path}")
         return copy
-
-    def _restore_files(self, step: int) -> None:
-        """Copy the logs and settings of the backup into the run folder, unless the folder's own logs reach `step`."""
-        mark(self.run.path, "run")
-        entries = read_metrics(self.run.metrics)
-        if not entries or entries[-1]["step"] < step:
-            _copy_files(self.there, self.run)
 
     def begin(self, first_step: int, may_replace: bool) -> None:
         """Start the backup of a run from `first_step`. With `may_replace`, the user allowed deleting later steps.
@@ -236,7 +233,7 @@ class Backup:
         self._copy_checkpoint(checkpoint)
         _copy_files(self.run, self.there)  # again: the copy takes long, and this step may have been validated meanwhile
         for path in later_checkpoints:
-            if path.name != checkpoint.name and step_of(path) > step_of(checkpoint):  # rolled back
+            if step_of(path) > step_of(checkpoint):  # rolled back
                 discard(path, checkpoints.FILES)
         self.may_replace = False
         checkpoints.sweep(backup)
@@ -249,11 +246,11 @@ class Backup:
 
     def _copy_checkpoint(self, checkpoint: Path) -> None:
         self.submitted.add(checkpoint.name)
-        target, is_complete = self.there.checkpoints / checkpoint.name, False
+        target = self.there.checkpoints / checkpoint.name
         with suppress(FileNotFoundError, DamageError):  # checks only the manifest and the sizes
-            is_complete = listed_files(target) == listed_files(checkpoint)
-        if not is_complete:
-            checkpoints.copy(checkpoint, target)
+            if listed_files(target) == listed_files(checkpoint):
+                return
+        checkpoints.copy(checkpoint, target)
 
 
 def _copy_files(source: RunFolder, target: RunFolder) -> None:
