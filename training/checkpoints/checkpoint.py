@@ -125,7 +125,7 @@ def copy(checkpoint: Path, final: Path, model_only: bool = False) -> None:
     `DamageError` if the checkpoint does not match its manifest."""
     files, manifest = listed_files(checkpoint), (checkpoint / MANIFEST).read_text(encoding="utf-8")
     with unfinished_path(final, patterns=MODEL_FILES if model_only else FILES) as partial:
-        for name, (_, sha256) in files.items():
+        for name, sha256 in files.items():
             if model_only and name in (OPTIMIZER, STATE):
                 continue
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
@@ -137,9 +137,8 @@ def copy(checkpoint: Path, final: Path, model_only: bool = False) -> None:
 
 def renew_model(checkpoint: Path, destination: Path) -> None:
     """Copy the model of a checkpoint unless `destination` already holds it. A killed run may not have copied it."""
-    size, sha256 = listed_files(checkpoint)[WEIGHTS]
     weights = destination / WEIGHTS
-    if not weights.is_file() or weights.stat().st_size != size or file_sha256(weights) != sha256:
+    if not weights.is_file() or file_sha256(weights) != listed_files(checkpoint)[WEIGHTS]:
         copy(checkpoint, destination, model_only=True)
 
 
@@ -172,7 +171,7 @@ class DamageError(OSError):
 def damage(checkpoint: Path) -> str | None:
     """Return the first damage in a checkpoint, or None. Raise a `UserError` for a newer version's checkpoint."""
     try:
-        for name, (_, sha256) in listed_files(checkpoint).items():
+        for name, sha256 in listed_files(checkpoint).items():
             if file_sha256(checkpoint / name) != sha256:
                 return f"{name} was changed or damaged (its hash differs)"
     except DamageError as error:
@@ -185,10 +184,10 @@ def damage(checkpoint: Path) -> str | None:
     return None
 
 
-def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
-    """Return the size and SHA-256 of each file in the manifest, by name. Raise a `DamageError` if the manifest is
-    invalid, or if a file is missing, has another size in bytes or is outside the checkpoint, or a `UserError` for a
-    newer version's checkpoint."""
+def listed_files(checkpoint: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file in the manifest, by name. Raise a `DamageError` if the manifest is invalid, or if
+    a file is missing, has another size or is outside the checkpoint, or a `UserError` for a newer version's
+    checkpoint."""
     if not (checkpoint / MANIFEST).is_file():
         raise DamageError(f"it has no {MANIFEST}")
     try:
@@ -208,7 +207,7 @@ def listed_files(checkpoint: Path) -> dict[str, tuple[int, str]]:
             raise DamageError(f"{name} is missing")
         if path.stat().st_size != size:
             raise DamageError(f"{name} has {path.stat().st_size:,} bytes instead of {size:,}")
-    return files
+    return {name: sha256 for name, (_, sha256) in files.items()}
 
 
 def is_linked(path: Path, folder: Path) -> bool:

@@ -152,7 +152,7 @@ class RunFolder:
         sha256 = file_sha256(weights) if weights.is_file() else ""
         for checkpoint in reversed(checkpoints.complete_checkpoints(self.checkpoints)):
             with suppress(checkpoints.DamageError):
-                if checkpoints.listed_files(checkpoint)[checkpoints.WEIGHTS][1] == sha256:
+                if checkpoints.listed_files(checkpoint)[checkpoints.WEIGHTS] == sha256:
                     return checkpoint
         return None
 
