@@ -39,6 +39,5 @@ def forget_samples_after(path: Path, step: int) -> None:
 
 def fenced(text: str) -> str:
     """Return a code block whose fence is longer than any in `text`."""
-    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
-    fence = "`" * max(3, longest + 1)
+    fence = max(["``", *re.findall("`{3,}", text)], key=len) + "`"
     return f"{fence}text\n{text}\n{fence}"
