@@ -17,7 +17,6 @@ from common.errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.guard.health import WINDOW, Health
 from training.plan.plan import Plan
-from training.step.optim import SCALARS, moment_shapes, named_moments
 from training.step.tensors import local
 
 # Until every weight has a gradient: a head and projections that start at zero pass on none in the first steps.
@@ -77,18 +76,18 @@ class LearningCheck:
     def _check_weights(self, old: torch.Tensor) -> None:
         """Raise a `UserError` if no weight changed since `old`, if a parameter has no gradient, or if processes have
         different weights."""
-        new, moments = self._columns(), dict(named_moments(self.model, self.optimizer))
-        pairs = (name.split("/") for name in reversed(moment_shapes(self.model, self.optimizer)))
-        first = {parameter: f"{parameter}/{key}" for parameter, key in pairs if key not in SCALARS}
-        names = [*reversed(first.values())]
-        averages = (local(moments.get(name, torch.zeros(1))) for name in names)  # none: the optimizer got no gradient
-        signs = torch.stack([(new != old).any(), *(average.any().to(new.device) for average in averages)])
+        new, averages = self._columns(), {}  # averages of gradients
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                moments = self.optimizer.state.get(parameter, {}).values()  # none: the optimizer got no gradient
+                averages[name] = local(next((moment for moment in moments if moment.dim()), torch.zeros(1)))
+        signs = torch.stack([(new != old).any(), *(average.any().to(new.device) for average in averages.values())])
         # Summed over processes, because one may have no rows of a sharded matrix.
         has_changed, *has_gradient = self.accelerator.reduce(signs.float()).tolist()
         if not has_changed:
             raise _broken("No weight has changed")
-        if dead := [name.split("/")[0] for name, count in zip(names, has_gradient, strict=True) if not count]:
-            raise _broken(f"{len(dead)} of {len(names)} parameters have no gradient or only zeros ({dead[0]} ...)")
+        if dead := [name for name, count in zip(averages, has_gradient, strict=True) if not count]:
+            raise _broken(f"{len(dead)} of {len(averages)} parameters have no gradient or only zeros ({dead[0]} ...)")
         if self.accelerator.num_processes > 1 and not isinstance(self.model.lm_head.weight, DTensor):
             weights = self.accelerator.gather(torch.stack([old, new])[None])  # (processes, 2, n)
             movement = (weights[0, 1] - weights[0, 0]).norm()
