@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -25,7 +26,7 @@ from common.settings_file import read_yaml
 from modeling_gpt2scratch import GPT2ScratchConfig
 from modeling_gpt2scratch.loading import TOKENIZER
 from tokenizer.build.report import documents, left_out
-from tokenizer.corpus.named_data import NamedData, find
+from tokenizer.corpus.named_data import find
 from tokenizer.store.store import Metadata
 from training.checkpoints import metrics
 from training.checkpoints.checkpoint import complete_checkpoints, step_of
@@ -62,11 +63,7 @@ def begin_report(folder: RunFolder, model: GPT2ScratchConfig, parameters: int, d
         "data": {
             "sources": [name if name.startswith(on_the_hub) else Path(name).name for name in data.sources],
             "commits": data.commits,
-            "citations": [
-                f"{source.citation} (license: {source.license or 'not known'})"
-                for source in (_named_data(name, data) for name in data.sources)
-                if source is not None and source.citation
-            ],
+            "citations": list(_citations(data)),
             "tokenizer": "BPE" if data.tokenizer_type == "bpe" else data.tokenizer_type,
             "vocab_size": data.vocab_size,
             "tokenizer_sha256": data.tokenizer_sha256,
@@ -80,12 +77,13 @@ def begin_report(folder: RunFolder, model: GPT2ScratchConfig, parameters: int, d
     write_facts(folder, (read_facts(folder) or {}) | facts)
 
 
-def _named_data(source: str, data: Metadata) -> NamedData | None:
-    """Return the data set with the name `source` if the store has its text, not that of a folder with its name."""
-    with suppress(UserError):  # such as a name that lacks its language
-        named = find(source)
-        return named if named is not None and (named.package or named.dataset in data.hub_datasets) else None
-    return None
+def _citations(data: Metadata) -> Iterator[str]:
+    """Yield the citation of each named data set in the store, but not of a folder with such a name."""
+    for name in data.sources:
+        with suppress(UserError):  # such as a name that lacks its language
+            source = find(name)
+            if source is not None and source.citation and (source.package or source.dataset in data.hub_datasets):
+                yield f"{source.citation} (license: {source.license or 'not known'})"
 
 
 def write_facts(folder: RunFolder, facts: dict[str, Any]) -> None:
