@@ -86,16 +86,13 @@ def hours(events: list[dict[str, Any]], end: datetime | None = None, clock: floa
     """Return the run's hours until `end` and its monotonic `clock`, by default until its last event, from its
     events.jsonl. The time between the last event before a stop or a kill and the next start does not count, nor does
     the sleep of a laptop, which its monotonic clock leaves out."""
-    moments = [
-        (event["event"] in ("begun", "resumed"), datetime.fromisoformat(event["time"]), event.get("clock"))
-        for event in events
-    ]
-    moments += [(False, end, clock)] if end else []
+    if end is not None:
+        events = [*events, {"event": "end", "time": end.isoformat(), "clock": clock}]
     seconds = 0.0
-    for (_, start, clock_before), (starts, stop, clock_after) in pairwise(moments):
-        if not starts:
-            span = (stop - start).total_seconds()
-            if clock_before is not None and clock_after is not None:  # older versions wrote none
-                span = clock_after - clock_before
+    for before, after in pairwise(events):
+        if after["event"] not in ("begun", "resumed"):
+            span = (datetime.fromisoformat(after["time"]) - datetime.fromisoformat(before["time"])).total_seconds()
+            if None not in (before.get("clock"), after.get("clock")):  # older versions wrote none
+                span = after["clock"] - before["clock"]
             seconds += max(0.0, span)  # the clock may be set back
     return seconds / 3600
