@@ -141,9 +141,6 @@ class Stopper:
         self.requested = self.requested or reason
         if end is not None:
             end(reason)
-            for child in psutil.Process().children(recursive=True):  # compilers
-                with suppress(psutil.Error):
-                    child.terminate()  # g++ then removes its temporary files
             leave(EXIT_CODES[reason], f"Stopped ({reason}). There was nothing to save; the same command starts again.")
         self._announce(self.requested)
 
