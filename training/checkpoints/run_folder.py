@@ -122,13 +122,12 @@ class RunFolder:
     def newest_checkpoint(self, say: Callable[[str], None]) -> Path | None:
         """Return the newest undamaged checkpoint.
         Report and skip damaged ones. Raise a `UserError` if there are checkpoints and all of them are damaged."""
-        problem = None
-        for checkpoint in reversed(checkpoints.all_checkpoints(self.checkpoints)):
-            problem = checkpoints.damage(checkpoint)
-            if problem is None:
+        candidates = checkpoints.all_checkpoints(self.checkpoints)
+        for checkpoint in reversed(candidates):
+            if (problem := checkpoints.damage(checkpoint)) is None:
                 return checkpoint
             say(f"WARNING: {checkpoint} is damaged: {problem}. The previous checkpoint is used instead.")
-        if problem is not None:
+        if candidates:
             raise UserError(f"All checkpoints in {self.checkpoints} are damaged; use --overwrite_output_dir.")
         return None
 

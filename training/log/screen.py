@@ -84,9 +84,8 @@ class Screen:
         if "loss" in entry:
             self.losses.append(entry["loss"])
         step, parts = entry["step"], parts_of(entry, seconds, eta, self.price)
-        label = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
         if self.live is None:
-            self.say(line_of(label, *parts.values()))
+            self.say(line_of(f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}", *parts.values()))
             return
         draws = self.console.encoding.startswith("utf") and len(self.losses) > 1
         curve = sparkline(self.losses, CURVE) if draws else ""
