@@ -49,13 +49,12 @@ def best_evaluation(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def comparable_evaluations(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the validations whose sample has the size of the newest one's: a resumed run may change it."""
-    validations, by_size = [entry for entry in entries if "eval_loss" in entry], {}
-    size = next(filter(None, map(sample_tokens, validations)), None)
-    for entry in validations:
-        size = sample_tokens(entry) or size
-        by_size.setdefault(size, []).append(entry)
-    return by_size.get(size, [])
+    """Return the validations whose sample has the size of the newest one's, which a resumed run may change, or an
+    unknown size."""
+    validations = [entry for entry in entries if "eval_loss" in entry]
+    sizes = list(map(sample_tokens, validations))
+    newest = next(filter(None, reversed(sizes)), None)
+    return [entry for entry, size in zip(validations, sizes, strict=True) if size in (newest, None)]
 
 
 def comparable_loss(entry: dict[str, Any]) -> float:
