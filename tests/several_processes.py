@@ -10,6 +10,7 @@ import sys
 import time
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -42,7 +43,7 @@ from training.step.loss import NextTokenLoss
 from training.step.optim import OptimArguments, build_optimizer
 from training.step.sharding import generating, shard
 from training.step.tensors import shard_like, whole
-from training.step.train_step import build_train_step
+from training.step.train_step import TrainStep, build_train_step
 
 # 51 rows are divided into 26 and 25.
 CONFIG = GPT2ScratchConfig(vocab_size=51, n_positions=16, n_embd=18, n_layer=3, n_head=2)
@@ -146,9 +147,10 @@ def check_processes_with_different_weights_end_the_run(accelerator: Accelerator)
     torch.manual_seed(0)
     model = GPT2ScratchForCausalLM(CONFIG)
     optimizer = build_optimizer(model, OptimArguments(), accelerator.device)
+    prepared = SimpleNamespace(optimizer=optimizer)
     health = Health(accelerator, HealthArguments(), TrainState(START, {}))
     for synchronized in (True, False):
-        learning = LearningCheck(model, optimizer, accelerator, None, is_new=False)
+        learning = LearningCheck(TrainStep(accelerator, model, None, prepared, None, 1.0), None, is_new=False)
         learn(accelerator, NextTokenLoss(model))
         if synchronized:
             for parameter in model.parameters():

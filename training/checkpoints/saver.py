@@ -79,7 +79,7 @@ class Saver(AbstractContextManager):
         `UserError` if the disk has no room for a checkpoint, before any step is trained.
         `store`: no checkpoint is completed before the hashes of its files were verified, because size and modification
         time would not show a flipped bit. One process per machine reads the files, at about 1.5 GB/s."""
-        self.folder, self.tokenizer = folder, tokenizer
+        self.folder, self.tokenizer, self.train_step = folder, tokenizer, train_step
         self.accelerator, self.model = train_step.accelerator, train_step.model
         self.verification = self.task = Future()  # done; replaced in processes that verify or write
         self.task.set_result(None)

@@ -10,14 +10,13 @@ import statistics
 from collections.abc import Iterator
 
 import torch
-from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from common.errors import UserError
-from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from training.guard.health import WINDOW, Health
 from training.plan.plan import Plan
 from training.step.tensors import local
+from training.step.train_step import TrainStep
 
 # Until every weight has a gradient: a head and projections that start at zero pass on none in the first steps.
 STEPS = 4
@@ -31,16 +30,10 @@ DISAGREE = 0.1  # distance between the weights of two processes, as a fraction o
 class LearningCheck:
     """Checks of a process's first steps. All processes come to the same conclusion."""
 
-    def __init__(
-        self,
-        model: GPT2ScratchForCausalLM,
-        optimizer: torch.optim.Optimizer,
-        accelerator: Accelerator,
-        plan: Plan,
-        is_new: bool,
-    ):
+    def __init__(self, train_step: TrainStep, plan: Plan, is_new: bool):
         """`is_new`: the weights are random, so the first loss is predictable."""
-        self.model, self.optimizer, self.accelerator, self.plan = model, optimizer, accelerator, plan
+        self.model, self.optimizer = train_step.model, train_step.optimizer.optimizer
+        self.accelerator, self.plan = train_step.accelerator, plan
         self.before: torch.Tensor | None = self._columns()  # until the weights have been checked
         self.first_loss: float | None = None
         self.checks_loss = is_new

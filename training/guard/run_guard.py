@@ -85,7 +85,7 @@ class RunGuard:
         """Yield the remaining steps, counted from 0, until the end or until all processes agree to stop."""
         start = self.run.start
         is_new = start.checkpoint is None and start.initializer is None
-        self.learning = LearningCheck(saver.model, saver.optimizer, self.run.accelerator, self.run.plan, is_new)
+        self.learning = LearningCheck(saver.train_step, self.run.plan, is_new)
         while self.step < self.run.plan.max_steps and not self.stopper.agreed():
             self.watchdog.phase = f"step {self.step + 1:,}"
             yield self.step
