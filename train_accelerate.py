@@ -79,7 +79,7 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
 
         # Train: step, log, save, validate. Saving comes first, so that a failed validation loses no step before it.
         with (
-            Saver(run.folder, train_step, data.store, data.tokenizer, config.checkpoints_kept, run.backup) as saver,
+            Saver(run.folder, train_step, data, config.checkpoints_kept, run.backup) as saver,
             RunLog(run, batches, forecast.evaluation_share, config.flat()) as log,
             Profiler(config.profile, run, log) as profiler,
         ):

@@ -17,16 +17,15 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError, as_os_error, require_room
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from modeling_gpt2scratch.prompts import add_turn_end
-from tokenizer.store.store import TokenStore
 from training.checkpoints import checkpoint
 from training.checkpoints.backup import Backup
 from training.checkpoints.run_folder import RunFolder, forget_replaced
 from training.checkpoints.status import record, write_status
+from training.data.run_data import RunData
 from training.runtime.distributed import on_main
 from training.step.loss import DivergenceError
 from training.step.optim import moment_shapes, named_moments, named_weights
@@ -67,27 +66,22 @@ class Saver(AbstractContextManager):
     `failed` shows a failed save immediately; the next `wait` raises it. On exit, a save in progress is completed."""
 
     def __init__(
-        self,
-        folder: RunFolder,
-        train_step: TrainStep,
-        store: TokenStore,
-        tokenizer: PreTrainedTokenizerBase,
-        save_total_limit: int | None,
-        backup: Backup | None,
+        self, folder: RunFolder, train_step: TrainStep, data: RunData, limit: int | None, backup: Backup | None
     ):
         """Allocate memory for the copy of weights and moments while the first step is being prepared. Raise a
         `UserError` if the disk has no room for a checkpoint, before any step is trained.
-        `store`: no checkpoint is completed before the hashes of its files were verified, because size and modification
-        time would not show a flipped bit. One process per machine reads the files, at about 1.5 GB/s."""
-        self.folder, self.tokenizer, self.train_step = folder, tokenizer, train_step
+        `data`: no checkpoint is completed before the hashes of its store were verified, because size and modification
+        time would not show a flipped bit. One process per machine reads the files, at about 1.5 GB/s.
+        `limit` is the number of newest checkpoints to keep."""
+        self.folder, self.tokenizer, self.train_step = folder, data.tokenizer, train_step
         self.accelerator, self.model = train_step.accelerator, train_step.model
         self.verification = self.task = Future()  # done; replaced in processes that verify or write
         self.task.set_result(None)
         if self.accelerator.is_local_main_process:
             # Niceness 10: a tenth of the time of a core that training keeps busy. Daemon: it must not delay an exit.
-            self.verification = in_background(store.check_hashes, "verification", niceness=10, daemon=True)
+            self.verification = in_background(data.store.check_hashes, "verification", niceness=10, daemon=True)
         self.optimizer, self.average = train_step.optimizer.optimizer, train_step.average
-        self.save_total_limit, self.backup = save_total_limit, backup
+        self.limit, self.backup = limit, backup
         self.saved_step: int | None = None
         self.snapshot: dict[str, torch.Tensor] = {}  # of the main process; the same memory for every save
         # Not in the thread: during a step, a sharded model has other parameters.
@@ -181,7 +175,7 @@ class Saver(AbstractContextManager):
             checkpoint.copy(new, self.folder.model, model_only=True)
             forget_replaced(self.folder)
             in_use = self.backup.copying if self.backup is not None else None
-            checkpoint.prune(self.folder.checkpoints, self.save_total_limit, self.folder.metrics, in_use)
+            checkpoint.prune(self.folder.checkpoints, self.limit, self.folder.metrics, in_use)
         except Exception as error:
             problem = as_os_error(error)
             raise UserError(
