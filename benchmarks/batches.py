@@ -22,7 +22,7 @@ from benchmarks.contestants import rows_one_by_one
 from benchmarks.results import about, write
 from common.command_line import FlagParser, run
 from training.data.batches import BatchPlan, TrainBatches, WindowOrder
-from training.data.tokens import Documents, MemoryMap, Tokens
+from training.data.tokens import Documents, Tokens
 
 ROWS, CONTEXT, N_TOKENS, VOCAB_SIZE = 64, 512, 200_000_000, 50_000
 BATCHES, COLD_BATCHES, STEP_SECONDS = 2000, 200, 0.02
@@ -52,21 +52,21 @@ def measure(path: Path) -> dict[str, dict[str, float]]:
     order, plan = WindowOrder(N_TOKENS, CONTEXT, seed=1), BatchPlan(CONTEXT, ROWS, 1, 1)
     documents = Documents(np.append(np.arange(0, N_TOKENS, 700), N_TOKENS), has_eos=True)
     in_ram = torch.from_numpy(ids.view("<i2"))
-    file = MemoryMap(path, "uint16")
+    from_file = Tokens.mapped(np.memmap(path, np.uint16, mode="r"), CPU)
     nanogpt = rows_one_by_one(lambda: np.memmap(path, dtype=np.uint16, mode="r"), ROWS, CONTEXT, CPU)
     ram, masked, mapped = (
         TrainBatches(tokens, order, plan, rank=0)
-        for tokens in (Tokens(in_ram, CPU), Tokens(in_ram, CPU, documents), Tokens(file.tensor(), CPU, file=file))
+        for tokens in (Tokens(in_ram, CPU), Tokens(in_ram, CPU, documents), from_file)
     )
 
     def forget() -> None:
-        file._map.madvise(mmap.MADV_DONTNEED)  # mapped pages would otherwise stay in the cache
+        from_file.file.madvise(mmap.MADV_DONTNEED)  # mapped pages would otherwise stay in the cache
         with path.open("rb") as content:
             os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def before_a_step(i: int) -> None:
         forget()
-        file.announce(order.starts(i * ROWS, ROWS), CONTEXT + 1)
+        from_file.announce(order.starts(i * ROWS, ROWS), CONTEXT + 1)
         time.sleep(STEP_SECONDS)
 
     torch.set_num_threads(1)

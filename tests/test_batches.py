@@ -3,6 +3,7 @@
 import mmap
 import random
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,15 +19,14 @@ from training.data.batches import (
     permute,
     plan_batches,
 )
-from training.data.tokens import IGNORE_INDEX, Documents, MemoryMap, Tokens
+from training.data.tokens import IGNORE_INDEX, Documents, Tokens
 
 CPU = torch.device("cpu")
 
 
 def mapped(path, ids: np.ndarray) -> Tokens:
     ids.tofile(path)
-    file = MemoryMap(path, str(ids.dtype))
-    return Tokens(file.tensor(), CPU, None, file)
+    return Tokens.mapped(np.memmap(path, ids.dtype, mode="r"), CPU)
 
 
 def held(ids: np.ndarray, documents: Documents | None = None) -> Tokens:
@@ -74,8 +74,6 @@ def test_targets_beyond_the_end_are_ignored(tmp_path, n):
 class Advice(bytes):
     """Replacement of a memory map that records `madvise` calls."""
 
-    size = bytes.__len__
-
     def madvise(self, option: int, start: int, size: int) -> None:
         assert (option, start % mmap.PAGESIZE) == (mmap.MADV_WILLNEED, 0)
         assert 0 < size <= len(self) - start
@@ -86,7 +84,7 @@ def test_a_batch_announces_itself_and_the_next(tmp_path):
     tokens = mapped(tmp_path / "train.bin", np.zeros(100_000, dtype=np.uint16))
     batches = TrainBatches(tokens, WindowOrder(100_000, 64, seed=1), BatchPlan(64, 4, 2, 2), rank=1)
     for moment, following in (((0, 0), (0, 1)), ((0, 1), (1, 0))):  # step and micro-step of a batch and the next
-        tokens.file._map = advice = Advice(200_000)
+        batches.tokens = replace(tokens, file=(advice := Advice(200_000)))
         advice.ranges = []
         batches(*moment)
         windows = np.concatenate([batches._starts(*moment), batches._starts(*following)]).tolist()
@@ -95,7 +93,7 @@ def test_a_batch_announces_itself_and_the_next(tmp_path):
             assert end >= 2 * (window + 65)
     for n in (mmap.PAGESIZE // 2, 3000):  # ends at a page boundary, or not
         tokens = mapped(tmp_path / "val.bin", np.zeros(n, dtype=np.uint16))
-        tokens.file.announce(np.array([0, n - 3, n]), 17)  # the real map would refuse a range beyond its end
+        tokens.announce(np.array([0, n - 3, n]), 17)  # the real map would refuse a range beyond its end
 
 
 def test_batch_positions_continue_beyond_the_end_of_the_text():

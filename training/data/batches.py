@@ -205,7 +205,7 @@ class TrainBatches:
         starts, context = self._starts(step, micro_step), self.plan.context
         if self.tokens.file is not None:
             next_starts = self._starts(step, micro_step + 1)  # after the last one: nearly always the next step's first
-            self.tokens.file.announce(np.concatenate([starts, next_starts]), context + 1)
+            self.tokens.announce(np.concatenate([starts, next_starts]), context + 1)
         batch = self.tokens.batch(starts, context)
         self.seconds += time.perf_counter() - begin
         return batch

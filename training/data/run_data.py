@@ -26,7 +26,7 @@ from common.machine import free_memory
 from tokenizer.build.recipe import Recipe
 from tokenizer.corpus.units import Corpus
 from tokenizer.store.store import TokenStore, read_metadata
-from training.data.tokens import Documents, MemoryMap, Tokens
+from training.data.tokens import Documents, Tokens
 
 CACHE = Path(__file__).parents[2] / "data"  # tokenized raw text: one folder per text and settings
 TEXT_HASHES = ".text_hashes.json"  # in CACHE: hash of a text by a hash of the names, sizes and times of its files
@@ -205,8 +205,7 @@ def place_tokens(store: TokenStore, split: str, place: str, device: torch.device
     if mask_documents:
         documents = Documents(store.offsets(split), has_eos=store.metadata.eos_token_id is not None)
     if place == "mmap":
-        file = MemoryMap(store.folder / f"{split}.bin", store.metadata.dtype)
-        return Tokens(file.tensor(), device, documents, file)
+        return Tokens.mapped(store.memory_map(split), device, documents)
     store.check_ids(split)
     tokens = store.in_memory(split)
     values = torch.from_numpy(tokens.view(f"<i{tokens.itemsize}"))

@@ -7,14 +7,12 @@ batch, except for the system calls that read ahead in a cold file.
 import mmap
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 IGNORE_INDEX = -100  # target that cross-entropy ignores
-SIGNED_TYPES = {"uint16": torch.int16, "uint32": torch.int32}
 UNSIGNED_TYPES = {torch.int16: torch.uint16, torch.int32: torch.uint32}
 
 
@@ -52,33 +50,6 @@ class Documents:
         return flat.reshape(len(starts), context)
 
 
-class MemoryMap:
-    """Memory map of a split's file."""
-
-    def __init__(self, path: Path, dtype: str):
-        self.dtype = dtype
-        with path.open("rb") as file:
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._map.madvise(mmap.MADV_RANDOM)  # read-ahead of megabytes per window stalls a cold file for 100 ms and more
-
-    def tensor(self) -> torch.Tensor:
-        with warnings.catch_warnings():
-            # The warning says that the map is read-only. Linux refuses a writable map of a file larger than memory.
-            warnings.simplefilter("ignore", UserWarning)
-            return torch.frombuffer(self._map, dtype=SIGNED_TYPES[self.dtype])
-
-    def announce(self, starts: np.ndarray, length: int) -> None:
-        """Ask the system to read windows in the background, all at once, instead of waiting for each in turn.
-        Pass a batch and the next one: the batch itself was announced before, unless it is the first of a run.
-        The only loop over rows, because a system call takes one range: 1 us per row that is already in memory."""
-        itemsize = np.dtype(self.dtype).itemsize
-        page_starts = starts * itemsize // mmap.PAGESIZE * mmap.PAGESIZE
-        sizes = np.minimum((starts + length) * itemsize, len(self._map)) - page_starts
-        for start, size in zip(page_starts.tolist(), sizes.tolist(), strict=True):
-            if size > 0:
-                self._map.madvise(mmap.MADV_WILLNEED, start, size)
-
-
 @dataclass(frozen=True)
 class Tokens:
     """Tokens of a split on a device, in RAM or in a memory map."""
@@ -86,7 +57,16 @@ class Tokens:
     values: torch.Tensor  # (n,) int16 or int32: the bits of uint16 or uint32, which not all backends index
     device: torch.device  # device of the batches
     documents: Documents | None = None  # not None if attention stays within documents
-    file: MemoryMap | None = None  # not None if `values` is a memory map
+    file: mmap.mmap | None = None  # not None if `values` is a memory map
+
+    @classmethod
+    def mapped(cls, ids: np.memmap, device: torch.device, documents: Documents | None = None) -> "Tokens":
+        ids.base.madvise(mmap.MADV_RANDOM)  # read-ahead of megabytes per window stalls a cold file for 100 ms and more
+        with warnings.catch_warnings():
+            # The warning says that the map is read-only. Linux refuses a writable map of a file larger than memory.
+            warnings.simplefilter("ignore", UserWarning)
+            values = torch.from_numpy(ids.view(f"<i{ids.itemsize}"))
+        return cls(values, device, documents, file=ids.base)
 
     def __len__(self) -> int:
         return len(self.values)
@@ -107,6 +87,17 @@ class Tokens:
         if self.documents is not None:
             positions = _sent(torch.from_numpy(self.documents.positions(starts, context)), self.device)
         return Batch(inputs, targets, positions)
+
+    def announce(self, starts: np.ndarray, length: int) -> None:
+        """Ask the system to read windows of a memory map in the background, all at once, instead of waiting for each.
+        Pass a batch and the next one: the batch itself was announced before, unless it is the first of a run.
+        The only loop over rows, because a system call takes one range: 1 us per row that is already in memory."""
+        itemsize = self.values.element_size()
+        page_starts = starts * itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+        sizes = np.minimum(starts + length, len(self)) * itemsize - page_starts
+        for start, size in zip(page_starts.tolist(), sizes.tolist(), strict=True):
+            if size > 0:
+                self.file.madvise(mmap.MADV_WILLNEED, start, size)
 
     def _gather(self, starts: np.ndarray, length: int) -> torch.Tensor:
         """Return rows (B, length) on the device of the tokens. Beyond the end, the last token is repeated."""

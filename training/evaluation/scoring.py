@@ -147,7 +147,7 @@ def eval_batches(tokens: Tokens, starts: np.ndarray, context: int) -> Iterator[B
     """Yield the batch of windows at each row of `starts` (batches, micro_batch)."""
     for i, row in enumerate(starts):
         if tokens.file is not None:
-            tokens.file.announce(starts[i : i + 2].flatten(), context + 1)
+            tokens.announce(starts[i : i + 2].flatten(), context + 1)
         yield tokens.batch(row, context)
 
 
