@@ -142,8 +142,8 @@ def resolve(
     if repeats := run.is_repeated_by(config):
         has_new_length = bool(config.is_resolved and LENGTHS & config.flags)
         config = run.restore(config, has_length=not has_new_length)
-        if "max_steps" in run.settings and not has_new_length:
-            return _with_fixed_length(config, accelerator), None
+        if "max_steps" in run.settings and not has_new_length:  # the budget has set the length, in place of a given one
+            return config.with_settings(dict.fromkeys(LENGTHS - {"max_steps"})), None
     if config.is_resolved:
         return config, None
     continues = repeats or config.run.resume_from_checkpoint is not None
@@ -171,16 +171,6 @@ def require_price(config: TrainConfig, accelerator: Accelerator) -> None:
     if (amount := config.budget.amount) is not None and amount.unit != "flops":
         device, cost = on_main(accelerator, lambda: device_name(accelerator.device)), config.cost
         price_of(device, cost.plan_device, cost.hourly_price, accelerator.num_processes).seconds(amount)
-
-
-def _with_fixed_length(config: TrainConfig, accelerator: Accelerator) -> TrainConfig:
-    """Return the configuration with the length in steps that the budget has set earlier, in place of a given one."""
-    if LENGTHS & config.flags:
-        printer(accelerator)(
-            f"The budget has set the length of {config.run.output_dir}, {config.length.max_steps:,} steps; to change "
-            "it, use --resume_from_checkpoint with the new length."
-        )
-    return config.with_settings(dict.fromkeys(LENGTHS - {"max_steps"}))
 
 
 def with_vocabulary(config: TrainConfig, accelerator: Accelerator, setup: Setup) -> TrainConfig:
