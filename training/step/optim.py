@@ -97,11 +97,12 @@ def with_defaults(
 ) -> OptimArguments:
     """Return the arguments with Muon's defaults for the settings that are not `given`. AdamW's arguments are returned
     as they are. Muon's rate does not depend on the width. Adam's rates are those of width 768 times sqrt(768 / width).
-    All rates are multiplied by `batch_factor`; those of a pretrained model are as much lower as the given rate. An
-    embedding that is a head too, or is not normalized, has small values and therefore the head's rate."""
+    For a larger global batch B than 2^19, all rates are multiplied by sqrt(B / 2^19), as in nanochat; for smaller ones,
+    the rule does not hold (docs/log.md). Those of a pretrained model are as much lower as the given rate. An embedding
+    that is a head too, or is not normalized, has small values and therefore the head's rate."""
     if arguments.optimizer != "muon":
         return arguments
-    scale = batch_factor(tokens_per_step)
+    scale = max(1.0, math.sqrt(tokens_per_step / 2**19))
     if is_pretrained and "learning_rate" in given:
         scale = arguments.learning_rate / MUON_RATES["learning_rate"]
     rates = {name: rate * scale for name, rate in MUON_RATES.items()}
@@ -111,12 +112,6 @@ def with_defaults(
         rates["embedding_learning_rate"] = arguments.head_learning_rate or rates["head_learning_rate"]
     defaults = {name: value for name, value in (rates | MUON_DEFAULTS).items() if name not in given}
     return replace(arguments, **defaults)
-
-
-def batch_factor(tokens_per_step: int) -> float:
-    """Return the factor of Muon's default rates: sqrt(B / 2^19) for a larger global batch B, as in nanochat, otherwise
-    1. For smaller batches the rule does not hold: see docs/log.md for the measurement."""
-    return max(1.0, math.sqrt(tokens_per_step / 2**19))
 
 
 # Keys of the fp32 tensors in the optimizer's state of a parameter, by the rule of its group.
