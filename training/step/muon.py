@@ -57,16 +57,13 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        """Update all parameters. Matrices of one shape, (r, c) or (c, r), are updated together."""
         groups = self.param_groups
         self.param_groups = [group for group in groups if group["rule"] == "adam"]
         super().step()
         self.param_groups = groups
-        self._step_of_muon([group for group in groups if group["rule"] == "muon"])
-
-    def _step_of_muon(self, groups: list[dict[str, Any]]) -> None:
-        """Update the parameters of all groups. Matrices of one shape, (r, c) or (c, r), are updated together."""
         by_shape = defaultdict(list)
-        for group in groups:
+        for group in [group for group in groups if group["rule"] == "muon"]:
             for parameter in [parameter for parameter in group["params"] if parameter.grad is not None]:
                 if not self.state[parameter]:
                     self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
