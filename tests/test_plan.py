@@ -220,12 +220,12 @@ def test_problems_are_reported_before_a_text_is_tokenized(tmp_path, capsys):
 
 
 def test_plan_gives_advice(store, tmp_path, capsys):
-    settings = {"data_placement": "mmap", "learning_rate": 0.5, "plan_steps": 0, "max_steps": 3, "attn_pdrop": 0.1}
+    settings = {"learning_rate": 0.5, "plan_steps": 0, "max_steps": 3, "attn_pdrop": 0.1}
     assert "Validations" not in planned(store, tmp_path, capsys, **settings)  # the last one is always complete
     output = planned(store, tmp_path, capsys, **settings, eval_steps=1)
     assert "attn_pdrop is 0.1, so attention uses PyTorch's math kernel, which stores all scores, instead" in output
     about = [line.split()[1] for line in output.splitlines() if line.startswith("Advice:")]
-    assert about == ["data_placement", "torch_compile", "attn_pdrop", "learning_rate", "warmup_steps", "Validations"]
+    assert about == ["torch_compile", "attn_pdrop", "learning_rate", "warmup_steps", "Validations"]
     assert "Time:    not measured, because --plan_steps is 0." in output
 
 

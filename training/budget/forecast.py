@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from common.machine import free_memory
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
@@ -34,7 +33,7 @@ from training.runtime.compilation import SHORT_VALIDATION, is_automatic, pays_of
 from training.runtime.console import printer
 from training.runtime.device import Setup, describe, kernel_of_sdpa, memory_of_others
 from training.runtime.distributed import on_main, start_accelerator
-from training.runtime.hardware import FILLS_A_GPU, RENTALS, device_name
+from training.runtime.hardware import RENTALS, device_name
 from training.step.optim import MUON_RATES, usual_learning_rate
 from training.step.size import size_of
 
@@ -209,9 +208,7 @@ def advice(forecast: Forecast) -> Iterator[str]:
     """Yield suggested improvements that are known before the first step."""
     config, plan, setup = forecast.config, forecast.plan, forecast.plan.memory.setup
     batches, model, N, on_gpu = plan.batches, plan.model, size_of(plan.model).products, plan.memory.on_gpu
-    n_bytes, is_here = bytes_of(forecast.store, "train", "val"), config.cost.plan_device is None
-    if config.data.data_placement == "mmap" and n_bytes < free_memory() / 2:
-        yield f"data_placement is mmap, but the store's {n_bytes / 1e9:.2f} GB fit in RAM, which is faster; use auto."
+    is_here = config.cost.plan_device is None
     if not setup.torch_compile and (on_gpu or (shutil.which("g++") and not is_automatic(config.device.torch_compile))):
         yield "torch_compile is off; compiled steps are faster, by far on a GPU."
     if on_gpu and setup.mixed_precision == "no":
@@ -241,10 +238,6 @@ def advice(forecast: Forecast) -> Iterator[str]:
     if is_small and round(epochs := plan.epoch(plan.max_steps)) > most:  # windows leave out tokens
         text = f"beyond about {most}, the loss on new text rises: use fewer, or more text."
         yield f"The run trains for {epochs:.1f} epochs; {text}"
-    is_new = config.run.init_from is None  # scaling laws are for new models, and exclude smaller ones
-    if is_new and N >= FILLS_A_GPU and forecast.tokens < N * scaling.RATIOS["modern"] / 10:
-        text = "tokens per parameter are few: a smaller model would reach a lower loss in the same time."
-        yield f"{forecast.tokens / N:.2g} {text}"
     # The last validation scores the whole split in any case.
     share = forecast.evaluation_share * (1 - forecast.store.metadata.val.tokens / forecast.validation_tokens)
     if share > VALIDATION_SHARE:
