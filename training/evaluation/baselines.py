@@ -25,33 +25,31 @@ class NGram:
     def __init__(self, tokens: np.ndarray, vocab_size: int, order: int):
         """Fit the model to `tokens` (n,) in O(n log n)."""
         self.vocab_size = vocab_size
+        # Of the (k + 1)-grams (grams,): sorted keys, int64, number of the context * vocab_size + last token; and counts
+        # of occurrences. A context has the number of its key on the previous level.
+        self.levels: list[tuple[np.ndarray, np.ndarray]] = []
         tokens = tokens.astype(np.int64)
-        levels, ranks = [], []
-        context = np.zeros(len(tokens), dtype=np.int64)  # (n,): number of the context before each token
+        rank = np.zeros(len(tokens) + 1, dtype=np.int64)
         for k in range(min(order, len(tokens))):
-            # Of the (k + 1)-grams (grams,): sorted keys, int64, number of the context * vocab_size + last token; and
-            # counts of occurrences. A context has the number of its key on the previous level.
+            lower_rank, context = rank, rank[:-1]  # (n - k,): number of the context before each token
             keys, rank, counts = np.unique(context * vocab_size + tokens[k:], return_inverse=True, return_counts=True)
-            if levels:  # a gram of the previous level counts once per distinct preceding token
+            if k:  # a gram of the previous level counts once per distinct preceding token
                 end = np.empty(len(keys), dtype=np.int64)
-                end[rank] = ranks[-1][1:]
-                levels[-1] = (levels[-1][0], np.bincount(end, minlength=len(levels[-1][0])))
-            levels.append((keys, counts))
-            ranks.append(rank)
-            context = rank[:-1]
-        contexts = [1, *(len(keys) for keys, _ in levels)]
-        self.levels = []  # keys, counts, and (contexts,) sums of counts, and number of counts above 0
-        for (keys, counts), n in zip(levels, contexts, strict=False):
-            totals = np.bincount(keys // vocab_size, weights=counts, minlength=n)
-            kinds = np.bincount(keys[counts > 0] // vocab_size, minlength=n)
-            self.levels.append((keys, counts, totals, kinds))
+                end[rank] = lower_rank[1:]
+                lower_keys, _ = self.levels[-1]
+                self.levels[-1] = (lower_keys, np.bincount(end, minlength=len(lower_keys)))
+            self.levels.append((keys, counts))
 
     def probabilities(self, tokens: np.ndarray) -> np.ndarray:
         """Return the probability of each token given the tokens before it in `tokens` (n,), as (n,) float64."""
         tokens = tokens.astype(np.int64)
         result = np.full(len(tokens), 1 / self.vocab_size)
-        context = np.zeros(len(tokens), dtype=np.int64)  # -1 for an unseen context
-        for keys, counts, totals_of_contexts, kinds in self.levels:
+        context, n_contexts = np.zeros(len(tokens), dtype=np.int64), 1  # -1 for an unseen context
+        for keys, counts in self.levels:
+            # Of each context, (contexts,): sum of the counts, and number of counts above 0.
+            totals_of_contexts = np.bincount(keys // self.vocab_size, weights=counts, minlength=n_contexts)
+            kinds = np.bincount(keys[counts > 0] // self.vocab_size, minlength=n_contexts)
+            n_contexts = len(keys)
             grams = context * self.vocab_size + tokens
             place = np.minimum(np.searchsorted(keys, grams), len(keys) - 1)
             is_seen = (keys[place] == grams) & (context >= 0)

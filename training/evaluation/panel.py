@@ -36,9 +36,8 @@ class HeldOut:
 
     def __init__(self, store: TokenStore, limit: int | None):
         """`limit` is the number of evenly spaced documents to use, or None for all."""
-        tokens, offsets, rust = store.memory_map("val"), store.offsets("val"), store.load_tokenizer().backend_tokenizer
-        own = store.load_tokenizer()
-        self.rules, self.is_chat = rules(own), own.chat_template is not None
+        tokens, offsets, own = store.memory_map("val"), store.offsets("val"), store.load_tokenizer()
+        self.rules, self.is_chat, rust = rules(own), own.chat_template is not None, own.backend_tokenizer
         ends = offsets[1:] - (store.metadata.eos_token_id is not None)
         number = len(ends) if limit is None else min(limit, len(ends))
         indices = np.linspace(0, len(ends) - 1, number).astype(np.int64)

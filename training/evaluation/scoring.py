@@ -177,8 +177,7 @@ def eval_windows(store: TokenStore, context: int, number: int, mask_documents: b
     tokens = place_tokens(store, "val", "mmap", torch.device("cpu"), mask_documents)
     context = min(context, max(1, len(tokens) - 1))
     batch = tokens.batch(_window_starts(len(tokens), context, number), context)
-    names = ("inputs", "targets", "positions") if mask_documents else ("inputs", "targets")
-    return {name: getattr(batch, name) for name in names}
+    return {name: values for name, values in batch._asdict().items() if values is not None}
 
 
 def sum_of_processes(values: np.ndarray, accelerator: Accelerator) -> np.ndarray:
