@@ -22,7 +22,7 @@ from benchmarks.contestants import rows_one_by_one
 from benchmarks.results import about, write
 from common.command_line import FlagParser, run
 from training.data.batches import BatchPlan, TrainBatches, WindowOrder
-from training.data.tokens import Documents, Tokens
+from training.data.tokens import Tokens
 
 ROWS, CONTEXT, N_TOKENS, VOCAB_SIZE = 64, 512, 200_000_000, 50_000
 BATCHES, COLD_BATCHES, STEP_SECONDS = 2000, 200, 0.02
@@ -50,13 +50,13 @@ def measure(path: Path) -> dict[str, dict[str, float]]:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     order, plan = WindowOrder(N_TOKENS, CONTEXT, seed=1), BatchPlan(CONTEXT, ROWS, 1, 1)
-    documents = Documents(np.append(np.arange(0, N_TOKENS, 700), N_TOKENS), has_eos=True)
+    segments = np.append(np.arange(0, N_TOKENS, 700), N_TOKENS) - 1
     in_ram = torch.from_numpy(ids.view("<i2"))
     from_file = Tokens.mapped(np.memmap(path, np.uint16, mode="r"), CPU)
     nanogpt = rows_one_by_one(lambda: np.memmap(path, dtype=np.uint16, mode="r"), ROWS, CONTEXT, CPU)
     ram, masked, mapped = (
         TrainBatches(tokens, order, plan, rank=0)
-        for tokens in (Tokens(in_ram, CPU), Tokens(in_ram, CPU, documents), from_file)
+        for tokens in (Tokens(in_ram, CPU), Tokens(in_ram, CPU, segments), from_file)
     )
 
     def forget() -> None:

@@ -19,7 +19,7 @@ from training.data.batches import (
     permute,
     plan_batches,
 )
-from training.data.tokens import IGNORE_INDEX, Documents, Tokens
+from training.data.tokens import IGNORE_INDEX, Tokens, positions_in_segments
 
 CPU = torch.device("cpu")
 
@@ -29,8 +29,8 @@ def mapped(path, ids: np.ndarray) -> Tokens:
     return Tokens.mapped(np.memmap(path, ids.dtype, mode="r"), CPU)
 
 
-def held(ids: np.ndarray, documents: Documents | None = None) -> Tokens:
-    return Tokens(torch.from_numpy(ids.view(f"<i{ids.itemsize}")), CPU, documents)
+def held(ids: np.ndarray, segments: np.ndarray | None = None) -> Tokens:
+    return Tokens(torch.from_numpy(ids.view(f"<i{ids.itemsize}")), CPU, segments)
 
 
 @pytest.mark.parametrize(("dtype", "vocab_size"), [("<u2", 300), ("<u2", 65_000), ("<u4", 2**31 - 1)])
@@ -98,7 +98,7 @@ def test_a_batch_announces_itself_and_the_next(tmp_path):
 
 def test_batch_positions_continue_beyond_the_end_of_the_text():
     ids = np.arange(12, dtype=np.uint16)
-    tokens = held(ids, Documents(np.array([0, 4, 6, 12]), has_eos=True))
+    tokens = held(ids, np.array([0, 4, 6, 12]) - 1)
     _, targets, result = tokens.batch(np.array([0, 8, 12]), 8)
     assert result.dtype == torch.int64
     assert result.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4], list(range(8))]
@@ -111,7 +111,7 @@ def test_positions_of_many_documents_equal_a_loop():
     starts = rng.integers(0, offsets[-1] - 64, 50)
     for has_eos in (True, False):
         first_places = set((offsets - has_eos).tolist())
-        result = Documents(offsets, has_eos).positions(starts, 64).tolist()
+        result = positions_in_segments(offsets - has_eos, starts, 64).tolist()
         for start, row in zip(starts.tolist(), result, strict=True):
             expectation = [0]
             for place in range(start + 1, start + 64):
@@ -190,10 +190,10 @@ def test_auto_uses_the_largest_micro_batch_that_divides_and_errors_name_valid_va
 def test_batch_needs_no_python_code_per_row(positions):
     """A batch of 64 rows makes as many Python calls as one of 4."""
     ids = np.arange(30_000, dtype=np.uint16)
-    documents = Documents(np.arange(0, 30_001, 100), has_eos=True) if positions else None
+    segments = np.arange(0, 30_001, 100) - 1 if positions else None
 
     def calls_of(micro_batch: int) -> int:
-        batches = TrainBatches(held(ids, documents), WindowOrder(30_000, 64, 0), BatchPlan(64, micro_batch, 1, 1), 0)
+        batches = TrainBatches(held(ids, segments), WindowOrder(30_000, 64, 0), BatchPlan(64, micro_batch, 1, 1), 0)
         batches(0, 0)  # computes the block of starts
         calls = []
         sys.setprofile(lambda frame, event, arg: calls.append(event))

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from conftest import metrics, reset_accelerate
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.data.batches import BatchPlan, TrainBatches, WindowOrder
-from training.data.tokens import Batch, Documents, Tokens
+from training.data.tokens import Batch, Tokens
 from training.runtime.device import Setup
 from training.step.loss import NextTokenLoss
 from training.step.optim import OptimArguments
@@ -20,9 +20,9 @@ CONFIG = GPT2ScratchConfig(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, 
 TOKENS = np.random.default_rng(0).integers(0, 50, 3000).astype(np.uint16)
 
 
-def tokens(device: torch.device, place: str = "ram", documents: Documents | None = None) -> Tokens:
+def tokens(device: torch.device, place: str = "ram", segments: np.ndarray | None = None) -> Tokens:
     values = torch.from_numpy(TOKENS.view(np.int16))
-    return Tokens(values.to(device) if place == "device" else values, device, documents)
+    return Tokens(values.to(device) if place == "device" else values, device, segments)
 
 
 def train_step(micro_batch: int, accumulation: int, optimizer: str = "adamw") -> TrainStep:
@@ -108,8 +108,8 @@ def packed_batch() -> Batch:
     """Two rows of four documents, the last one cut off. End-of-text is the last target of a document and the first
     input of the next."""
     ids = np.array([7, 3, 9, EOS, 5, EOS, 2, 8, 4, 6, 2, EOS, 30, 31, 32], dtype=np.int16)
-    documents = Documents(np.array([0, 4, 6, 12, 15]), has_eos=True)
-    return Tokens(torch.from_numpy(ids), torch.device("cpu"), documents).batch(np.array([0, 1]), 13)
+    segments = np.array([0, 4, 6, 12, 15]) - 1
+    return Tokens(torch.from_numpy(ids), torch.device("cpu"), segments).batch(np.array([0, 1]), 13)
 
 
 def loss_of_documents_alone(model: GPT2ScratchForCausalLM) -> torch.Tensor:
@@ -149,8 +149,8 @@ def test_masked_documents_compile_once_into_one_graph():
     loss = torch.compile(NextTokenLoss(model), backend=counter, fullgraph=True, dynamic=False)
     values = torch.from_numpy(TOKENS.view(np.int16))
     for length in (5, 11, 1000):
-        documents = Documents(np.arange(0, 3001, length), has_eos=True)
-        batch = Tokens(values, torch.device("cpu"), documents).batch(np.array([40, 200]), 16)
+        segments = np.arange(0, 3001, length) - 1
+        batch = Tokens(values, torch.device("cpu"), segments).batch(np.array([40, 200]), 16)
         results = []
         for function in (loss, NextTokenLoss(model)):
             value = function(batch.inputs, batch.targets, 32, batch.positions, torch.tensor(1 / length))

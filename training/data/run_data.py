@@ -26,7 +26,7 @@ from common.machine import free_memory
 from tokenizer.build.recipe import Recipe
 from tokenizer.corpus.units import Corpus
 from tokenizer.store.store import TokenStore, read_metadata
-from training.data.tokens import Documents, Tokens
+from training.data.tokens import Tokens
 
 CACHE = Path(__file__).parents[2] / "data"  # tokenized raw text: one folder per text and settings
 TEXT_HASHES = ".text_hashes.json"  # in CACHE: hash of a text by a hash of the names, sizes and times of its files
@@ -201,12 +201,11 @@ def processes_of_this_machine(accelerator: Accelerator) -> int:
 def place_tokens(store: TokenStore, split: str, place: str, device: torch.device, mask_documents: bool) -> Tokens:
     """Load a split into its place. Raise a `UserError` for an id outside the vocabulary, which is not
     searched in a memory map."""
-    documents = None
-    if mask_documents:
-        documents = Documents(store.offsets(split), has_eos=store.metadata.eos_token_id is not None)
+    has_eos = store.metadata.eos_token_id is not None
+    segments = store.offsets(split) - has_eos if mask_documents else None
     if place == "mmap":
-        return Tokens.mapped(store.memory_map(split), device, documents)
+        return Tokens.mapped(store.memory_map(split), device, segments)
     store.check_ids(split)
     tokens = store.in_memory(split)
     values = torch.from_numpy(tokens.view(f"<i{tokens.itemsize}"))
-    return Tokens(values.to(device) if place == "device" else values, device, documents)
+    return Tokens(values.to(device) if place == "device" else values, device, segments)

@@ -24,49 +24,44 @@ class Batch(NamedTuple):
     positions: torch.Tensor | None  # from 0 in each document; None if attention crosses documents
 
 
-@dataclass(frozen=True)
-class Documents:
-    """Document boundaries, for attention within documents.
-    The end-of-text token of a document is the first token of the next segment, as in generation, where a prompt starts
-    with it. So a document's first token is predicted from end-of-text alone, and end-of-text from the document that it
-    ends. Without end-of-text tokens, a segment starts with the document's first token. This token is then predicted
-    from the previous document: the loss is divided by a fixed number of targets, so no target is left out."""
-
-    offsets: np.ndarray  # (documents + 1,) int64: the start of each document, and the end of the last
-    has_eos: bool
-
-    def positions(self, starts: np.ndarray, context: int) -> np.ndarray:
-        """Return each token's distance from the start of its segment, or of its row if later, (B, context) int64."""
-        row_starts = starts + self.has_eos  # in the unit of `offsets`: a segment starts one token before its document
-        first_segments = np.searchsorted(self.offsets, row_starts, side="right") - 1  # (B,): segments where rows start
-        beyond = np.searchsorted(self.offsets, row_starts + context, side="left")
-        counts = beyond - first_segments  # (B,): segments of each row
-        rows = np.repeat(np.arange(len(starts)), counts)  # (segments of all rows,)
-        segments = np.arange(len(rows)) + np.repeat(beyond - counts.cumsum(), counts)
-        in_row = np.maximum(self.offsets[segments] - row_starts[rows], 0)
-        first_places = rows * context + in_row  # in the flattened batch
-        size = len(starts) * context
-        flat = np.arange(size) - np.repeat(first_places, np.diff(first_places, append=size))
-        return flat.reshape(len(starts), context)
+def positions_in_segments(segments: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
+    """Return each token's distance from the start of its segment, or of its row if later, (B, context) int64.
+    `segments`: see `Tokens`. `starts`: the first tokens of the rows, (B,)."""
+    first_segments = np.searchsorted(segments, starts, side="right") - 1  # (B,): segments where rows start
+    beyond = np.searchsorted(segments, starts + context, side="left")
+    counts = beyond - first_segments  # (B,): segments of each row
+    rows = np.repeat(np.arange(len(starts)), counts)  # (segments of all rows,)
+    numbers = np.arange(len(rows)) + np.repeat(beyond - counts.cumsum(), counts)
+    in_row = np.maximum(segments[numbers] - starts[rows], 0)
+    first_places = rows * context + in_row  # in the flattened batch
+    size = len(starts) * context
+    flat = np.arange(size) - np.repeat(first_places, np.diff(first_places, append=size))
+    return flat.reshape(len(starts), context)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of a split on a device, in RAM or in a memory map."""
+    """Tokens of a split on a device, in RAM or in a memory map.
+
+    Attention may stay within segments, which are documents. The end-of-text token of a document is the first token of
+    the next segment, as in generation, where a prompt starts with it. So a document's first token is predicted from
+    end-of-text alone, and end-of-text from the document that it ends. Without end-of-text tokens, a segment starts with
+    the document's first token. This token is then predicted from the previous document: the loss is divided by a fixed
+    number of targets, so no target is left out."""
 
     values: torch.Tensor  # (n,) int16 or int32: the bits of uint16 or uint32, which not all backends index
     device: torch.device  # device of the batches
-    documents: Documents | None = None  # not None if attention stays within documents
+    segments: np.ndarray | None = None  # (segments + 1,) int64: the start of each segment, and the end of the last
     file: mmap.mmap | None = None  # not None if `values` is a memory map
 
     @classmethod
-    def mapped(cls, ids: np.memmap, device: torch.device, documents: Documents | None = None) -> "Tokens":
+    def mapped(cls, ids: np.memmap, device: torch.device, segments: np.ndarray | None = None) -> "Tokens":
         ids.base.madvise(mmap.MADV_RANDOM)  # read-ahead of megabytes per window stalls a cold file for 100 ms and more
         with warnings.catch_warnings():
             # The warning says that the map is read-only. Linux refuses a writable map of a file larger than memory.
             warnings.simplefilter("ignore", UserWarning)
             values = torch.from_numpy(ids.view(f"<i{ids.itemsize}"))
-        return cls(values, device, documents, file=ids.base)
+        return cls(values, device, segments, file=ids.base)
 
     def __len__(self) -> int:
         return len(self.values)
@@ -84,8 +79,8 @@ class Tokens:
             beyond = np.arange(context) >= n_targets[:, None]
             targets.masked_fill_(_sent(torch.from_numpy(beyond), self.device), IGNORE_INDEX)
         positions = None
-        if self.documents is not None:
-            positions = _sent(torch.from_numpy(self.documents.positions(starts, context)), self.device)
+        if self.segments is not None:
+            positions = _sent(torch.from_numpy(positions_in_segments(self.segments, starts, context)), self.device)
         return Batch(inputs, targets, positions)
 
     def announce(self, starts: np.ndarray, length: int) -> None:
