@@ -38,15 +38,15 @@ def memorization(model: PreTrainedModel, store: TokenStore, texts: int, span: in
     opening = [held_out[i % len(held_out)][:1] if eos is None else np.array([eos]) for i in range(texts)]
     texts_of_model = generate_texts(model, np.stack(opening), eos, seed)
     of_texts = [spans(text, eos, span) for text in (*texts_of_model, *held_out)]
-    counts = np.split(np.array([len(rows) for rows in of_texts]), [texts])
-    if not counts[0].sum():
+    counts = np.array([len(rows) for rows in of_texts])  # of spans: first of the model's texts, then of held-out ones
+    if not (n_spans := counts[:texts].sum()):
         raise UserError(f"No text that the model wrote has at least {span} tokens; use a smaller --memorization_span.")
     looked_up = np.concatenate(of_texts)
     places = find_spans(store.memory_map("train"), looked_up)
-    ends = np.cumsum(np.concatenate(counts))[:-1]
-    hits = np.split([part.sum() for part in np.split(places >= 0, ends)], [texts])
-    (share, stderr), (held_out_share, held_out_stderr) = map(ratio, hits, counts)
-    example, hit = None, int(np.argmax(places[: counts[0].sum()] >= 0))  # the first span found
+    hits = np.array([part.sum() for part in np.split(places >= 0, counts.cumsum()[:-1])])
+    share, stderr = ratio(hits[:texts], counts[:texts])
+    held_out_share, held_out_stderr = ratio(hits[texts:], counts[texts:])
+    example, hit = None, int(np.argmax(places[:n_spans] >= 0))  # the first span found
     if share:
         document = int(np.searchsorted(store.offsets("train"), places[hit], side="right")) - 1
         text = store.load_tokenizer().decode(looked_up[hit].tolist())
@@ -55,10 +55,10 @@ def memorization(model: PreTrainedModel, store: TokenStore, texts: int, span: in
         "span_tokens": span,
         "texts": texts,
         "held_out_texts": len(held_out),
-        "spans": int(counts[0].sum()),
+        "spans": int(n_spans),
         "share": share,
         "share_stderr": stderr,
-        "held_out_spans": int(counts[1].sum()),
+        "held_out_spans": int(counts[texts:].sum()),
         "held_out_share": held_out_share,
         "held_out_share_stderr": held_out_stderr,
         "example": example,
