@@ -117,38 +117,33 @@ def print_forecast(run: Run, forecast: Forecast) -> None:
 
 def show_plan(config: TrainConfig) -> None:
     """Print the plan, or raise a `UserError` with all problems of the configuration, one per line."""
-    with TemporaryDirectory(prefix="gpt2scratch-plan-") as folder:
-        _print_plan(config, Path(folder))
-
-
-def _print_plan(config: TrainConfig, folder: Path) -> None:
-    """Print the plan. `folder` is temporary and holds a sample of text that is large and not tokenized yet."""
     setup = setup_of(config)
     accelerator = start_accelerator(setup, None, config.run.output_dir, config.stopping.ddp_timeout)
     say, estimate = printer(accelerator), None
     config = with_vocabulary(config, accelerator, setup)
     recorded = recorded_data(config)
-    if config.text and find_store(config.recipe, recorded) is None:
-        from tokenizer.build.estimate import estimate as estimate_store  # needs packages that a run does not need
+    with TemporaryDirectory(prefix="gpt2scratch-plan-") as folder:  # for a sample of text that is not tokenized yet
+        if config.text and find_store(config.recipe, recorded) is None:
+            from tokenizer.build.estimate import estimate as estimate_store  # needs packages that a run does not need
 
-        if config.budget.chooses and not config.is_resolved:  # as in `resolve`
-            require_price(config, accelerator)
-        estimate = estimate_store(config.recipe, folder, say)
-    sample = open_store(config.recipe, say, recorded) if estimate is None else estimate.sample
-    store = sample if estimate is None else estimate.whole
-    config, sizing = resolve(config, accelerator, setup, [store, sample])
-    plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)
-    setup, speed = plan.memory.setup, sizing and sizing.speed
+            if config.budget.chooses and not config.is_resolved:  # as in `resolve`
+                require_price(config, accelerator)
+            estimate = estimate_store(config.recipe, Path(folder), say)
+        sample = open_store(config.recipe, say, recorded) if estimate is None else estimate.sample
+        store = sample if estimate is None else estimate.whole
+        config, sizing = resolve(config, accelerator, setup, [store, sample])
+        plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)
+        setup, speed, device = plan.memory.setup, sizing and sizing.speed, config.cost.plan_device
+        if device is None and speed is None and config.cost.plan_steps > 0:
+            wait = ", which are compiled first, for up to a minute" if setup.torch_compile else ""
+            say(f"Measuring a few steps{wait} ...")
+            speed = measure_speed(config, plan, accelerator, sample, config.cost.plan_steps, MEASURED_SECONDS)
     hardware = describe(accelerator, setup, plan.model)
-    if config.cost.plan_device is not None:
-        rental, processes = RENTALS[config.cost.plan_device], accelerator.num_processes
+    if device is not None:
+        rental, processes = RENTALS[device], accelerator.num_processes
         compilation = "compiled" if setup.torch_compile else "not compiled"
         hardware = f"{rental.name}, {setup.mixed_precision}, {compilation} (from its datasheet)"
         speed = speed or assumed_speed(rental.datasheet, plan.model, setup.mixed_precision, processes)
-    elif speed is None and config.cost.plan_steps > 0:
-        wait = ", which are compiled first, for up to a minute" if setup.torch_compile else ""
-        say(f"Measuring a few steps{wait} ...")
-        speed = measure_speed(config, plan, accelerator, sample, config.cost.plan_steps, MEASURED_SECONDS)
     forecast = Forecast(config, plan, store, speed, sizing)
     # Rentable devices that can hold the model, unless it is too small for reported figures: each with its speed.
     speeds = [(rental, assumed_speed(rental.datasheet, plan.model, "bf16", 1)) for rental in RENTALS.values()]
