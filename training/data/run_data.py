@@ -116,8 +116,8 @@ def _folder_of(recipe: Recipe, recorded: str | None) -> Path:
         return Path(data).expanduser()
     if recorded is not None and (folder := find_cached(recorded, recipe.settings())) is not None:
         return folder
-    key = _sha256(f"{_text_hash(Corpus([data], recipe.corpus))} {recipe.settings()}")
-    return CACHE / f"{name_of(data)}-{key[:12]}"
+    content = f"{_text_hash(Corpus([data], recipe.corpus))} {recipe.settings()}"
+    return CACHE / f"{name_of(data)}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 
 def _text_hash(corpus: Corpus) -> str:
@@ -129,7 +129,7 @@ def _text_hash(corpus: Corpus) -> str:
         [os.path.abspath(file.path), os.access(file.path, os.R_OK), file.size, file.modified, file.is_named, file.val]
         for file in corpus.all_files
     ]
-    key = _sha256(json.dumps(files))
+    key = hashlib.sha256(json.dumps(files).encode()).hexdigest()
     try:
         CACHE.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_name(f"{TEXT_HASHES}.lock")):
@@ -143,10 +143,6 @@ def _text_hash(corpus: Corpus) -> str:
             return hashes[key]
     except OSError:  # the cache cannot be written
         return corpus.fingerprint()
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def name_of(data: str) -> str:
