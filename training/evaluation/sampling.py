@@ -128,8 +128,7 @@ def with_prompts(
         return arguments
     tokens, offsets = store.memory_map("val"), store.offsets("val")
     documents = islice(((start, end) for start, end in pairwise(offsets) if end > start + 1), 3)
-    bounds = [(start, min(end - 1, start + OPENING_TOKENS)) for start, end in documents] or [(0, OPENING_TOKENS)]
-    openings = [tokens[start:end] for start, end in bounds]
+    openings = [tokens[start : end - 1][:OPENING_TOKENS] for start, end in documents] or [tokens[:OPENING_TOKENS]]
     has_turns = tokenizer.chat_template is not None  # whose control tokens belong to the text
     prompts = [tokenizer.decode(opening.tolist(), skip_special_tokens=not has_turns) for opening in openings]
     return replace(arguments, sample_prompts=[prompt.rstrip("\ufffd") for prompt in prompts])
