@@ -83,9 +83,5 @@ def generating(model: GPT2ScratchForCausalLM) -> Iterator[None]:
     def share(_model: nn.Module, _arguments: tuple, outputs) -> None:
         torch.distributed.broadcast(outputs.logits, src=0, group=group)
 
-    hook = model.register_forward_hook(share)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        hook.remove()
+    with model.register_forward_hook(share), torch.compiler.set_stance("force_eager"):
+        yield
