@@ -74,39 +74,12 @@ def discard(path: Path, patterns: Iterable[str], replacement: Path | None = None
     trash = path.with_name(f".{path.name.lstrip('.')}.removed")
     remains = _empty(trash, patterns, path)  # a killed process may have left files
     if path.is_dir() and not path.is_symlink():
-        move(path, trash)
+        shutil.move(path, trash)  # copies a folder of a container's image, which cannot be renamed
     else:
         path.unlink(missing_ok=True)
     if replacement is not None:
         replacement.rename(path)
     return _empty(trash, patterns, path) or remains
-
-
-def move(path: Path, target: Path) -> None:
-    """Rename a file or a folder. A folder of a container's image, which its file system cannot rename, is copied."""
-    try:
-        path.rename(target)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        draft = target.with_name(f".{target.name.lstrip('.')}.unfinished")  # a name that no command looks for
-        shutil.rmtree(draft, ignore_errors=True)
-        try:
-            _copy(path, draft)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
-        draft.rename(target)
-        shutil.rmtree(path)
-
-
-def _copy(folder: Path, target: Path) -> None:
-    target.mkdir()
-    for path in folder.iterdir():  # `shutil.copytree` does not keep the number of an error
-        if path.is_dir() and not path.is_symlink():
-            _copy(path, target / path.name)
-        else:
-            shutil.copy2(path, target / path.name, follow_symlinks=False)
 
 
 def _empty(trash: Path, patterns: Iterable[str], path: Path) -> Path | None:
