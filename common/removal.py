@@ -5,7 +5,6 @@ folder, files with known names are deleted and all other files are kept. A singl
 mark itself.
 """
 
-import errno
 import itertools
 import json
 import os
@@ -20,7 +19,7 @@ MARK = ".gpt2scratch.json"
 UNFINISHED_MARK = f"{MARK}.tmp"
 FILE_MARK, HEAD_BYTES = "gpt2scratch.file", 4096  # a key of the metadata in PNG and GGUF, among the first bytes
 # Files that operating systems create, and the temporary file of safetensors.
-LITTER = ("**/.DS_Store", "**/._*", "**/Thumbs.db", "**/desktop.ini", "**/.nfs*", "**/.tmp??????")
+LITTER = ("**/.DS_Store", "**/._*", "**/Thumbs.db", "**/desktop.ini", "**/.tmp??????")
 
 
 def mark(folder: Path, kind: str) -> None:
@@ -90,12 +89,7 @@ def _empty(trash: Path, patterns: Iterable[str], path: Path) -> Path | None:
         links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         for file in (Path(folder, name) for name in (*files, *links)):
             if is_known(file.relative_to(trash).as_posix(), patterns):
-                try:
-                    file.unlink(missing_ok=True)
-                except OSError as error:
-                    if error.errno != errno.EBUSY:  # NFS keeps a deleted file that a process reads
-                        raise
-                    has_others = True
+                file.unlink(missing_ok=True)
             else:
                 has_others = True
         with suppress(OSError):  # the folder may not be empty
