@@ -1,4 +1,4 @@
-"""Limits of settings: ranges of numbers, and names that file systems accept.
+"""Limits of settings: ranges of numbers, and names that are not empty.
 
 `setting` creates a field of a dataclass of flags. A number without a range must be between 0 and `LARGEST`. A string is
 a name (a path, a Hub id, a choice) unless it is `free_text`. A required setting has `needed`: its noun, and an example
@@ -17,7 +17,6 @@ BOUNDS = {
     "maximum": ("at most", operator.le),
     "below": ("below", operator.lt),
 }
-NAME_BYTES, PATH_BYTES = 255, 4095  # longest name in a path, and longest path, on Linux and macOS
 
 
 def setting(default: Any, help: str, **limits: Any) -> Any:
@@ -57,19 +56,9 @@ def problem(name: str, value: Any, metadata: Mapping[str, Any]) -> str | None:
 
 def _problem_of_text(name: str, text: str, is_free: bool) -> str | None:
     try:
-        size = len(text.encode())
+        text.encode()
     except UnicodeEncodeError:
         return f"{name} is {ascii(text)[:300]}, which is not UTF-8 text; correct it, or rename the file."
-    if is_free:
-        return None
-    if not text.strip():
+    if not (is_free or text.strip()):
         return f"{name} is empty (an unset shell variable?); give it a value or leave it out."
-    if "\0" in text:
-        return f"{name} is {text[:300]!r}, which contains a null character; correct it."
-    longest = max(len(part.encode()) for part in text.split("/"))
-    if longest > NAME_BYTES or size > PATH_BYTES:
-        return (
-            f"{name} starts with {text[:40]!r} and has {size:,} bytes; the limits are {PATH_BYTES:,} bytes for a path "
-            f"and {NAME_BYTES} for a name in it."
-        )
     return None

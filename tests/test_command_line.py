@@ -334,7 +334,7 @@ COMMANDS: dict[str, dict[str, str]] = {
 }
 WRONG = ("nan", "inf", "-1", str(10**30), "9" * 5000)
 NUMBERS = (*WRONG, "0", str(10**12), "1e-300")
-NAMES = ("", " ", "a\0b", "x/" * 5000, "x" * 256, "caf\udce9")
+NAMES = ("", " ", "caf\udce9")
 
 
 def test_control_characters_are_not_sent_to_a_terminal():
