@@ -17,7 +17,7 @@ from training.data.batches import BatchPlan, DataPosition, WindowOrder
 from training.plan.plan import LengthArguments, Plan, steps_of
 from training.preflight import check
 from training.runtime import compilation
-from training.runtime.hardware import rentals_named, reported_mfu
+from training.runtime.hardware import reported_mfu
 from training.step.optim import usual_learning_rate
 
 
@@ -54,7 +54,7 @@ def test_cuda_graphs_are_refused_with_gradient_accumulation(store, tmp_path, cap
 
 
 def test_plan_for_a_gpu_reports_missing_kernels_and_does_not_guess_for_small_models(store, tmp_path, capsys):
-    output = planned(store, tmp_path, capsys, plan_device="V100")
+    output = planned(store, tmp_path, capsys, plan_device="v100-16gb")
     assert "PyTorch's build for CUDA 13 has no kernels for the V100 16 GB (compute capability 7.0): install" in output
     assert reported_mfu("H200") == reported_mfu("H100")  # the same chip
     output = planned(store, tmp_path, capsys, plan_device="h200-141gb", mixed_precision="auto")
@@ -62,9 +62,6 @@ def test_plan_for_a_gpu_reports_missing_kernels_and_does_not_guess_for_small_mod
     assert "of 141.0 GB per device" in output
     sentence = r"^plan_device is 'a1000'; it must be one of a100-40gb, .*v100-16gb\.$"
     assert_user_error(sentence, planned, store, tmp_path, capsys, plan_device="a1000")
-    sentence = r"^plan_device is 'A100'; it must be one of a100-40gb, a100-80gb\.$"
-    assert_user_error(sentence, planned, store, tmp_path, capsys, plan_device="A100")
-    assert [rentals_named(part) for part in ("RTX 4090", "4090", "t4")] == 2 * [["rtx4090-24gb"]] + [["t4-16gb"]]
 
 
 def test_plan_for_a_large_text_uses_a_sample_and_deletes_it(tmp_path, capsys, monkeypatch):

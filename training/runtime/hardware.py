@@ -47,22 +47,11 @@ class CostArguments:
         10, "With --plan, but not --budget: most steps to measure; 0 measures nothing.", maximum=10_000
     )
 
-    def __post_init__(self) -> None:
-        """Complete a part of a device's name that only one device has: `RTX 4090` is rtx4090-24gb."""
-        if self.plan_device and len(matches := rentals_named(self.plan_device)) == 1:
-            [self.plan_device] = matches
-
     def problems(self) -> Iterator[str]:
         if self.plan_device is not None and self.plan_device not in RENTALS:
-            names = ", ".join(rentals_named(self.plan_device) or RENTALS)
-            yield f"plan_device is {self.plan_device!r}; it must be one of {names}."
+            yield f"plan_device is {self.plan_device!r}; it must be one of {', '.join(RENTALS)}."
         elif self.plan_device is not None and not self.plan:
             yield f"plan_device is {self.plan_device}, which only applies with --plan; add --plan or leave it out."
-
-
-def rentals_named(part: str) -> list[str]:
-    """Return the devices in `RENTALS` whose names contain `part`, compared by letters and digits."""
-    return [name for name in RENTALS if re.sub(r"[\W_]", "", part.lower()) in name.replace("-", "")]
 
 
 def device_model(name: str) -> str:
