@@ -128,7 +128,7 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if accumulation != "1":
         notes.append(f"The launcher's gradient_accumulation_steps {accumulation} is ignored: tokens_per_step sets it.")
-    sharding = problems.add_of(_sharding, [notes])
+    sharding = problems.add_of(_sharding, [])
     problems.refuse()
     settings = vars(arguments) | {"mixed_precision": precision, "torch_compile": compiles, "notes": tuple(notes)}
     return Setup(sharding=sharding, cudnn_attention=cudnn_attention, mask_documents=mask_documents, **settings)
@@ -196,9 +196,9 @@ def _check_attention(choice: str, precision: str | None) -> None:
         )
 
 
-def _sharding(notes: list[str]) -> str | None:
-    """Return where the launcher's `fsdp_*` options, which it passes in the environment, keep shards, or None. Add
-    unused options to `notes`. Refuse FSDP1."""
+def _sharding() -> str | None:
+    """Return where the launcher's `fsdp_*` options, which it passes in the environment, keep shards, or None. Refuse
+    FSDP1."""
 
     def is_set(name: str) -> bool:
         return os.environ.get(name, "").lower() in ("true", "1", "yes")
@@ -208,10 +208,6 @@ def _sharding(notes: list[str]) -> str | None:
     version = os.environ.get("FSDP_VERSION", "1")
     if version != "2":
         raise UserError(f"The launcher's fsdp_version is {version}; set it to 2, as in launch/fsdp2.yaml.")
-    if is_set("FSDP_ACTIVATION_CHECKPOINTING"):
-        notes.append("The launcher's fsdp_activation_checkpointing is not used: set gradient_checkpointing instead.")
-    if os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false":
-        notes.append("The launcher's fsdp_reshard_after_forward is not used: a block is freed after its forward pass.")
     return "cpu" if is_set("FSDP_OFFLOAD_PARAMS") else "device"
 
 
