@@ -1,14 +1,13 @@
 """Settings in a YAML file: one name with a value or a list of values per line."""
 
 import difflib
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from common.errors import UserError
+from common.errors import NONSENSE, UserError
 
 LARGEST_FILE = 1 << 20  # bytes; PyYAML reads about one megabyte in ten seconds
 MOST_NAMES = 1000
@@ -31,24 +30,10 @@ class TextLoader(yaml.BaseLoader):
         return {name.value: self.construct_object(value) for name, value in node.value}
 
 
-class ValueLoader(TextLoader):
-    """Also reads decimal numbers, true and false, if they are not in quotes."""
-
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
-        text = super().construct_scalar(node)
-        if text is None or node.style is not None:
-            return text
-        if re.fullmatch(r"[-+]?(0|[1-9]\d{0,3999})", text, re.ASCII):
-            return int(text)
-        if re.fullmatch(r"[-+]?\d+\.\d*(e[-+]\d+)?", text, re.ASCII | re.IGNORECASE):
-            return float(text)
-        return {"true": True, "false": False}.get(text, text)
-
-
 def read_yaml(path: Path, as_text: bool = False) -> dict[str, Any]:
     """Return the settings in a file. Raise a `UserError` if it cannot be read or does not contain settings.
-    `as_text` leaves values as they are written, for the flag parser: `007` is a name, `no` a precision. Otherwise
-    decimal numbers, true and false are converted, as in files that this project writes."""
+    `as_text` leaves values as they are written, for the flag parser: `007` is a name, `no` a precision. Otherwise they
+    are read as YAML's types, as `yaml.safe_dump` writes them in files of this project."""
     try:
         if not path.is_file():
             folder = path if path.is_dir() else path.parent
@@ -59,10 +44,10 @@ def read_yaml(path: Path, as_text: bool = False) -> dict[str, Any]:
             raise UserError(f"Config file {path} {problem}.{hint}")
         if (size := path.stat().st_size) > LARGEST_FILE:
             raise UserError(f"{path} has {size:,} bytes; a settings file may have at most {LARGEST_FILE:,}.")
-        content = yaml.load(path.read_bytes(), TextLoader if as_text else ValueLoader)
+        content = yaml.load(path.read_bytes(), TextLoader if as_text else yaml.SafeLoader)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}).") from error
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+    except (yaml.YAMLError, *NONSENSE) as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())[:300]}.") from error
     if content is None:
         return {}
