@@ -163,11 +163,6 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     store = open_data(config, accelerator)
     if on_main(accelerator, lambda: store.metadata.identity) != store.metadata.identity:
         raise UserError(f"{store.folder} has other tokens on this machine than on that of rank 0; copy it again.")
-    if checkpoint is not None and not checkpoint.exists():
-        raise UserError(
-            f"{checkpoint}, from which rank 0 resumes, is not on this machine: share the run folder, or run "
-            "the same command again if it was deleted meanwhile."
-        )
     tokenizer = _tokenizer(store, checkpoint, config.pretrained_source)
     state = load_state(checkpoint) if checkpoint is not None else None
     position = resume_position(state, store.metadata.identity, restarted().get("passed_over", ()))
