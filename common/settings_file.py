@@ -10,7 +10,6 @@ import yaml
 from common.errors import NONSENSE, UserError
 
 LARGEST_FILE = 1 << 20  # bytes; PyYAML reads about one megabyte in ten seconds
-MOST_NAMES = 1000
 NULLS = {"", "~", "null", "Null", "NULL"}  # unless they are in quotes
 
 
@@ -54,6 +53,4 @@ def read_yaml(path: Path, as_text: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         kind = "a list" if isinstance(content, list) else "text"
         raise UserError(f"{path} must contain lines of the form `name: value`, but it contains {kind}.")
-    if len(content) > MOST_NAMES:
-        raise UserError(f"{path} has more than {MOST_NAMES:,} names; it is not a settings file.")
     return content
