@@ -53,9 +53,7 @@ def test_cuda_graphs_are_refused_with_gradient_accumulation(store, tmp_path, cap
         assert "compiled" in planned(store, tmp_path, capsys, **settings | {"torch_compile_mode": mode} | change)
 
 
-def test_plan_for_a_gpu_reports_missing_kernels_and_does_not_guess_for_small_models(store, tmp_path, capsys):
-    output = planned(store, tmp_path, capsys, plan_device="v100-16gb")
-    assert "PyTorch's build for CUDA 13 has no kernels for the V100 16 GB (compute capability 7.0): install" in output
+def test_plan_for_a_gpu_does_not_guess_for_small_models(store, tmp_path, capsys):
     assert reported_mfu("H200") == reported_mfu("H100")  # the same chip
     output = planned(store, tmp_path, capsys, plan_device="h200-141gb", mixed_precision="auto")
     assert "Time:    not known: there are no published figures for a model too small" in output

@@ -39,7 +39,7 @@ from training.plan.run import Run
 from training.report.facts import is_reported
 from training.runtime.compilation import SHORT_RUN, is_automatic, pays_off, prepare_compiler
 from training.runtime.console import printer
-from training.runtime.device import Setup, decide, uses_mps, without_kernels
+from training.runtime.device import Setup, decide, uses_mps
 from training.runtime.distributed import on_main
 from training.runtime.hardware import RENTALS
 from training.runtime.restart import restarted
@@ -61,14 +61,11 @@ def setup_of(config: TrainConfig) -> Setup:
     best = "fp16" if rental.datasheet in ("T4", "V100") else "bf16"
     if (precision, best) == ("bf16", "fp16"):
         raise UserError(f"mixed_precision is bf16, which a {rental.name} does not support; use fp16 or auto.")
-    notes = ()
-    if rental.too_old is not None:
-        notes = (without_kernels(f"the {rental.name}", rental.too_old, "PyTorch's build for CUDA 13"),)
     attention = config.device.attn_implementation
     settings = {"mixed_precision": best if precision == "auto" else precision}
     settings["attn_implementation"] = "sdpa" if attention == "auto" else attention
     settings["torch_compile"] = config.device.torch_compile.lower() != "false"
-    return Setup(notes=notes, **vars(config.device) | settings)
+    return Setup(**vars(config.device) | settings)
 
 
 def check(config: TrainConfig) -> None:

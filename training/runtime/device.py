@@ -58,7 +58,7 @@ class Setup:
     mixed_precision: str
     torch_compile: bool
     attn_implementation: str  # may be auto, see `attention`
-    notes: tuple[str, ...]  # messages for the user
+    notes: tuple[str, ...] = ()  # messages for the user
     sharding: Literal["device", "cpu"] | None = None  # where shards and optimizer state are; None: nothing is sharded
     torch_compile_mode: str | None = None
     full_determinism: bool = False
@@ -96,7 +96,7 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
     if torch.cuda.is_available() and torch.version.hip is None:
         name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
         if not has_kernels(torch.cuda.get_arch_list(), capability):  # the first kernel would fail
-            problems.add(without_kernels(name, capability, f"torch {torch.__version__}"))
+            problems.add(_without_kernels(name, capability))
     if is_alone_by_mistake():
         problems.add(
             "accelerate launch was asked for several processes but started one, because of --cpu or because there "
@@ -144,12 +144,13 @@ def has_kernels(built_for: list[str], capability: tuple[int, int]) -> bool:
     )
 
 
-def without_kernels(name: str, capability: tuple[int, int], build: str) -> str:
-    """Return the error, with its remedy, for a GPU that is too old or too new for a build of PyTorch."""
+def _without_kernels(name: str, capability: tuple[int, int]) -> str:
+    """Return the error, with its remedy, for a GPU that is too old or too new for this build of PyTorch."""
     remedy = "update torch"
     if capability < OLDEST_CAPABILITY:
         remedy = "install a build for CUDA 12.6, which PyTorch publishes up to 2.14 (pytorch.org/get-started)"
-    return f"{build} has no kernels for {name} (compute capability {'.'.join(map(str, capability))}): {remedy}."
+    version = ".".join(map(str, capability))
+    return f"torch {torch.__version__} has no kernels for {name} (compute capability {version}): {remedy}."
 
 
 def _precision(choice: str) -> str:

@@ -29,7 +29,6 @@ class Rental:
     gigabytes: float  # size of the memory
     dollars: tuple[float, float] | None = None  # per hour: lowest and highest price
     colab_units: float | None = None  # per hour, if Colab offers it
-    too_old: tuple[int, int] | None = None  # compute capability without kernels in PyTorch's current builds
 
 
 RENTALS = {key: schema.build(rental, Rental) for key, rental in _DATA["rentals"].items()}
