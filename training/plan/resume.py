@@ -73,7 +73,7 @@ def choose_checkpoint(
     if source is not None and (overwrites or not is_branch or (is_restored and is_checkpoint(source))):
         checkpoint = _named_checkpoint(source, folder, None if is_branch else backup, settings, say)
         if is_restored:
-            checkpoint = _fetched(checkpoint, backup)
+            checkpoint = backup.fetch(checkpoint)
     elif overwrites:
         checkpoint = None
     else:
@@ -110,13 +110,6 @@ def _newest(
     if checkpoint is None:
         problems.refuse()
     return checkpoint
-
-
-def _fetched(checkpoint: Path, backup: Backup) -> Path:
-    try:
-        return backup.fetch(checkpoint)
-    except checkpoints.DamageError as damage:
-        raise UserError(f"{checkpoint} is damaged: {damage}. Resume from another checkpoint.") from damage
 
 
 def _refuse_another(
