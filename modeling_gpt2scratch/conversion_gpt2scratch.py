@@ -257,8 +257,8 @@ def convert(source: str | Path, destination: str | Path, to: str = "gpt2scratch"
     names = [path.name for path in destination.iterdir()] if destination.is_dir() else []
     if destination.is_file() or not all(name.startswith(".") for name in names):
         raise ModelError(f"{destination} is a file or is not empty; use a new folder.")
+    folder = loading.fetch(source, *TOKENIZER, *OLD_TOKENIZER)
     with loading.one_sentence(source, "cannot be converted"):
-        folder = loading.fetch(source, *TOKENIZER, *OLD_TOKENIZER)
         config = loading.read_json(folder, CONFIG)
         kind = "seed" if len(SEED_ONLY_KEYS & config.keys()) > 1 else config.get("model_type")
         if kind == to:

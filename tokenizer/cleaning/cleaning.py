@@ -45,9 +45,8 @@ EXAMPLES, EXAMPLE_LENGTH = 3, 160
 class CleaningArguments:
     cleaning: list[str] = setting(
         ["normalize"],
-        "Cleaning stages, applied in this order: `normalize` (NFC, line endings, control characters); one of `lenient` "
-        "(invisible characters), `balanced` (also markup and ruler lines) or `strict` (plain prose only), which expect "
-        "normalized text; "
+        "Cleaning stages, in this order: `normalize` (NFC, line endings, control characters); one of `lenient` "
+        "(invisible characters), `balanced` (also markup, ruler lines) or `strict` (only prose), for normalized text; "
         "`quality` (drops documents that are not running text). `none`, alone, changes nothing.",
         choices=list(STAGES),
     )
