@@ -5,6 +5,7 @@ folder, files with known names are deleted and all other files are kept. A singl
 mark itself.
 """
 
+import errno
 import itertools
 import json
 import os
@@ -73,12 +74,26 @@ def discard(path: Path, patterns: Iterable[str], replacement: Path | None = None
     trash = path.with_name(f".{path.name.lstrip('.')}.removed")
     remains = _empty(trash, patterns, path)  # a killed process may have left files
     if path.is_dir() and not path.is_symlink():
-        shutil.move(path, trash)  # copies a folder of a container's image, which cannot be renamed
+        move(path, trash)
     else:
         path.unlink(missing_ok=True)
     if replacement is not None:
         replacement.rename(path)
     return _empty(trash, patterns, path) or remains
+
+
+def move(path: Path, target: Path) -> None:
+    """Rename a file or a folder. A folder of a container's image, which its file system cannot rename, is copied."""
+    try:
+        path.rename(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        draft = target.with_name(f".{target.name.lstrip('.')}.unfinished")  # a name that no command looks for
+        shutil.rmtree(draft, ignore_errors=True)  # of a killed process
+        shutil.copytree(path, draft, symlinks=True)
+        draft.rename(target)
+        shutil.rmtree(path)
 
 
 def _empty(trash: Path, patterns: Iterable[str], path: Path) -> Path | None:

@@ -1,5 +1,6 @@
 """Backup of a run to a drive that disconnects, fills up or returns damaged data, without disturbing the run."""
 
+import errno
 import json
 import os
 import random
@@ -361,3 +362,18 @@ def test_missing_drive_is_a_warning_and_failed_restore_is_an_error(make, backed_
     backed_up.path.write_text("a file")
     copies, _ = make(backed_up)
     assert_user_error("could not be restored from", restore, copies)
+
+
+def test_a_restore_that_failed_copies_the_other_files_again(make, backed_up, monkeypatch):
+    copies, _ = make(backed_up)
+
+    def fail_at_samples(source: Path, target: Path) -> None:
+        if source.name == "samples.md":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        shutil.copyfile(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backup, "copy_file", fail_at_samples)
+        assert_user_error("could not be restored from", restore, copies)
+    assert restore(make(backed_up)[0]) == backed_up.checkpoints / "step_00000002"
+    assert backed_up.samples.read_text() == "the\n"

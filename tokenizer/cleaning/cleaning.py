@@ -45,9 +45,9 @@ EXAMPLES, EXAMPLE_LENGTH = 3, 160
 class CleaningArguments:
     cleaning: list[str] = setting(
         ["normalize"],
-        "Cleaning stages, in this order: `normalize` (NFC, line endings, control characters); one of `lenient` "
-        "(invisible characters), `balanced` (also markup, ruler lines) or `strict` (only prose), for normalized text; "
-        "`quality` (drops documents that are not running text). `none`, alone, changes nothing.",
+        "Cleaning stages, in this order: `normalize` (NFC, line endings, control characters); then one of `lenient` "
+        "(invisible characters), `balanced` (also markup, ruler lines) or `strict` (only prose); then `quality` "
+        "(only documents of running text). `none`, alone, changes nothing.",
         choices=list(STAGES),
     )
 

@@ -19,7 +19,6 @@ runs/x/
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from shlex import quote
 from common.atomic import file_sha256
 from common.errors import UserError
 from common.limits import free, setting
-from common.removal import MARK, UNFINISHED_MARK, discard, is_known, is_marked, mark, renew
+from common.removal import MARK, UNFINISHED_MARK, discard, is_known, is_marked, mark, move, renew
 from common.settings_file import read_yaml
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.metrics import best_step, forget_after, read_events
@@ -105,9 +104,9 @@ class RunFolder:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Files that a backup also holds."""
-        logs = (self.metrics, self.events, self.status, self.samples, self.facts, self.report, self.tracker_id)
-        return (self.config, *logs, *self.plots.values())
+        """Files that a backup also holds. The last one states how far the others are, see `Backup.fetch`."""
+        logs = (self.events, self.status, self.samples, self.facts, self.report, self.tracker_id)
+        return (self.config, *logs, *self.plots.values(), self.metrics)
 
     def is_run(self) -> bool:
         """Return whether this project trained in the folder. It did if there is a mark file or, from an older version,
@@ -268,7 +267,7 @@ def begin(folder: RunFolder, checkpoint: Path | None, is_same_text: bool = True,
         parts = reversed(_parts(folder))  # the checkpoints first, see `put_back`
         renew(folder.replaced, "replaced", ())
         for path in parts:
-            shutil.move(path, folder.replaced / path.name)
+            move(path, folder.replaced / path.name)
         if not holds_model:
             forget_replaced(folder)
         return
@@ -277,7 +276,7 @@ def begin(folder: RunFolder, checkpoint: Path | None, is_same_text: bool = True,
         if checkpoints.step_of(candidate) > step:  # it is damaged, otherwise the run would resume from it
             aside = candidate.with_name(f"damaged_{candidate.name}")
             discard(aside, checkpoints.FILES)
-            shutil.move(candidate, aside)
+            move(candidate, aside)
     checkpoints.renew_model(checkpoint, folder.model)
     scored_step = step - owes_validation
     forget_after(folder.metrics, step, scored_step if is_same_text else -1)

@@ -63,5 +63,5 @@ def locked(folder: str | Path, say: Callable[[str], None] = print, patience: flo
 def _holder(note: Path) -> str:
     """Return the text that the holder of a lock left in its note."""
     with suppress(OSError, ValueError):  # the holder has not written it yet
-        return note.read_text(encoding="utf-8").strip()
+        return note.read_text(encoding="utf-8").strip() or "another process"
     return "another process"
