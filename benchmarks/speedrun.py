@@ -103,7 +103,9 @@ def main(arguments: list[str]) -> None:
         raise UserError("Name --output for a new entry, with --settings if you like, or --verify for an entry.")
     entry = read_entry(Path(options.verify)) if options.verify else None
     with tempfile.TemporaryDirectory() as folder:
-        settings, config = read_yaml(Path(options.settings)) if options.settings else entry and entry["settings"], None
+        settings, config = entry and entry["settings"], None
+        if options.settings:
+            settings = read_yaml(Path(options.settings), as_text=True)
         if settings is not None:
             config = settings_file(settings, options.verify or options.settings, Path(folder) / "settings.yaml")
         text = Corpus([TEXT], CorpusArguments())

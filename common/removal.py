@@ -91,7 +91,11 @@ def move(path: Path, target: Path) -> None:
             raise
         draft = target.with_name(f".{target.name.lstrip('.')}.unfinished")  # a name that no command looks for
         shutil.rmtree(draft, ignore_errors=True)  # of a killed process
-        shutil.copytree(path, draft, symlinks=True)
+        try:
+            shutil.copytree(path, draft, symlinks=True)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
         draft.rename(target)
         shutil.rmtree(path)
 
