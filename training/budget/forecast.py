@@ -33,7 +33,7 @@ from training.runtime.compilation import SHORT_VALIDATION, is_automatic, pays_of
 from training.runtime.console import printer
 from training.runtime.device import Setup, describe, kernel_of_sdpa, memory_of_others
 from training.runtime.distributed import on_main, start_accelerator
-from training.runtime.hardware import RENTALS, device_name
+from training.runtime.hardware import FILLS_A_GPU, RENTALS, device_name
 from training.step.optim import MUON_RATES, usual_learning_rate
 from training.step.size import size_of
 
@@ -233,6 +233,10 @@ def advice(forecast: Forecast) -> Iterator[str]:
     if is_small and round(epochs := plan.epoch(plan.max_steps)) > most:  # windows leave out tokens
         text = f"beyond about {most}, the loss on new text rises: use fewer, or more text."
         yield f"The run trains for {epochs:.1f} epochs; {text}"
+    is_new = config.run.init_from is None  # scaling laws are for new models, and exclude smaller ones
+    if is_new and N >= FILLS_A_GPU and forecast.tokens < N * scaling.RATIOS["modern"] / 10:
+        text = "tokens per parameter are few: a smaller model would reach a lower loss in the same time."
+        yield f"{forecast.tokens / N:.2g} {text}"
     # The last validation scores the whole split in any case.
     share = forecast.evaluation_share * (1 - forecast.store.metadata.val.tokens / forecast.validation_tokens)
     if share > VALIDATION_SHARE:
