@@ -110,9 +110,11 @@ def test_instructions_and_header_of_all_kernels_are_ready_before_a_model_is_trac
 def test_the_kernels_of_a_graph_are_compiled_in_one_file_per_thread(tmp_path):
     program = """
 import torch
-from training.runtime.compilation import prepare_compiler
+from training.runtime import compilation
+compilation._begin_to_compile = str
+compilation.cpu_vec_isa.valid_vec_isa_list = list  # no search for vector instructions
 def graph(x, i): return [(x @ x).relu() + i, (x @ x @ x).exp(), x.cumsum(0) + 2, x @ x * 3, x[i] - 1]
-prepare_compiler()
+compilation.prepare_compiler()
 x, i = torch.rand(8, 8), torch.arange(8)
 for torch._inductor.config.compile_threads, indices in ((2, i), (1, i.int())):
     torch.testing.assert_close(torch.compile(graph)(x, indices), graph(x, indices))
@@ -126,12 +128,13 @@ torch.compile(graph)(x, i + 1)
     modules = [path.read_text() for path in tmp_path.rglob("*.py")]
     counts = [module.count("async_compile.cpp_pybinding") for module in modules]
     assert counts == [4, 4]
-    assert len(list(tmp_path.rglob("*.main.so"))) == 1 + 2 + 1  # the first kernel, and the files of the graphs
+    assert len(list(tmp_path.rglob("*.main.so"))) == 2 + 1
 
 
 def test_a_cache_has_no_code_for_the_vectors_of_another_cpu(tmp_path):
     """On a shared disk, it gave losses that are not finite, or crashed."""
     program = "from training.runtime import compilation; compilation._begin_to_compile = str; import torch\n"
+    program += "compilation.cpu_vec_isa.valid_vec_isa_list = list\n"  # no search for vector instructions
     program += "compilation.prepare_compiler(); from torch._dynamo.utils import counters\n"
     program += "value = torch.compile(lambda x: x * 3)(torch.ones(100)).sum().item()\n"
     program += "print(value, counters['inductor']['fxgraph_cache_hit'])"
