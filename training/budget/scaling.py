@@ -11,7 +11,7 @@ from common.errors import UserError
 
 RATIOS = {"gpt2": 20.0, "modern": 10.5}  # compute-optimal D / N
 RATIO_SOURCES = {
-    "gpt2": "Hoffmann et al. 2022, table 2, for 70M to 16B parameters",
+    "gpt2": "Hoffmann et al. 2022, table 3, for 70M to 16B parameters",
     "modern": "nanochat, dev/LOG.md, 2026-01-27, for 110M to 382M parameters",
 }
 BATCH_SOURCE = "Bergsma et al. 2025; nanochat, dev/LOG.md, 2026-02-05, for 1.16B to 9.6B tokens"
