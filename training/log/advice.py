@@ -71,7 +71,7 @@ class Advisor:
         if self.usual_mfu is not None and max(mfu) <= SLOW * self.usual_mfu:
             text = (
                 f"MFU is {statistics.median(mfu):.0%}, but others reach about {self.usual_mfu:.0%} on this device; "
-                "check the Device line for a cause (not compiled, fp32) and report.md for its attention (math), and use "
+                "check the Device line for a cause (not compiled, fp32), report.md for its attention (math), and use "
                 "--profile to see where the time goes."
             )
             yield "mfu", text
