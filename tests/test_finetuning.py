@@ -397,6 +397,7 @@ def test_wrong_options_and_input_are_refused(run, tmp_path):
     assert_refused("nothing.jsonl matches no local file", finetune_chat, run, "nothing.jsonl", new)
     assert_refused("test_finetuning.py has no records", finetune_chat, run, __file__, new)
     assert_refused("already exists; choose", finetune_chat, run, data, run)
+    assert_refused("cannot be replaced by the finished model; name a new folder", finetune_chat, run, data, ".")
     broken = shutil.copytree(run / "model", tmp_path / "broken")
     new.mkdir()  # a refused or stopped command leaves an empty folder
     (broken / "chat_template.jinja").write_text("{{ raise_exception('No system role') }}")

@@ -496,6 +496,7 @@ def test_user_notes_and_links_in_the_run_folder_are_harmless(run, train, tmp_pat
     assert lines(run / "metrics.jsonl")[-1]["step"] == 8
     (run / "checkpoints").rename(tmp_path / "elsewhere")
     (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    assert_user_error("checkpoints is a link, through which", train, None, "--resume_from_checkpoint", str(run))
     train(run, "--overwrite_output_dir", max_steps=1)
     assert not (run / "checkpoints").is_symlink()
     assert (tmp_path / "elsewhere" / "step_00000006" / "model.safetensors").exists()

@@ -37,13 +37,14 @@ from tokenizer.encoding import vocabulary
 from tokenizer.store.store import TokenStore
 from training.checkpoints.checkpoint import load_state
 from training.checkpoints.loading import check_store, find_model, load_own_model
-from training.checkpoints.run_folder import find_checkpoint, run_of
+from training.checkpoints.run_folder import RunFolder, find_checkpoint, run_of
 from training.config import read_config
 from training.data import run_data
 from training.evaluation import panel
 from training.evaluation.memorization import LENGTH, memorization
 from training.evaluation.scoring import score_split
-from training.report.report import evaluated_run, keep_evaluation, show_evaluation, weight_hashes
+from training.guard.lock import locked
+from training.report.report import add_evaluation, evaluated_run, keep_evaluation, show_evaluation, weight_hashes
 from training.runtime.device import keep_accelerate_from_sharding
 from training.runtime.distributed import is_launched_on_cpu
 
@@ -236,6 +237,16 @@ def main(arguments: list[str]) -> None:
             show_evaluation(results)
         if results_folder is not None and results.keys() & {"panel", "memorization", "tasks"}:
             keep_evaluation(results, results_folder, store, hashes)
+            if results_folder.report.is_file():
+                _update_page(results_folder)
+
+
+def _update_page(run: RunFolder) -> None:
+    try:
+        with locked(run.path, lambda text: None, patience=0):
+            add_evaluation(run)
+    except UserError as error:
+        print(f"{run.report} is not changed: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -112,6 +112,8 @@ class Tuning:
     def check(self) -> None:
         if dataset_of(self.data) is None:
             _ = self.files  # raises a `UserError` if there are none
+        if not self.folder.name or self.folder.is_mount():
+            raise UserError(f"{self.folder} cannot be replaced by the finished model; name a new folder in it.")
         if self.folder.is_file() or any(self.folder.glob("*")):  # empty after a stopped or refused command
             raise UserError(f"{self.folder} already exists; choose a new folder with --output_dir.")
 

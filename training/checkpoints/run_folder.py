@@ -76,7 +76,9 @@ class RunArguments:
     def problems(self) -> Iterator[str]:
         if not may_hold_run(self.folder):
             yield f"{self.output_dir} exists and is not a run folder; use another --output_dir."
-        for path in (*self.folder.files, self.folder.tensorboard, self.folder.profile):
+        folder = self.folder
+        replaced = () if self.overwrite_output_dir else (folder.checkpoints,)  # a resumed run deletes old ones
+        for path in (*folder.files, *replaced, folder.tensorboard, folder.profile):
             if path.is_symlink():
                 yield f"{path} is a link, through which the run would write elsewhere; replace it by what it leads to."
 

@@ -155,8 +155,7 @@ def evaluated_run(model: Path, folder: str) -> RunFolder | None:
 
 
 def keep_evaluation(results: dict[str, Any], run: RunFolder, store: TokenStore, hashes: list[str]) -> None:
-    """Write the results of weights with these `hashes` into the folder of `evaluated_run`, and replace the earlier
-    results in report.md. A page that was edited, or written by an older version, is not changed."""
+    """Write the results of weights with these `hashes` into the folder of `evaluated_run`."""
     for row in results.get("panel", {}).get("rows", []):
         row["is_local"] = os.path.exists(row["name"])
     identity = {"weights_sha256": hashes, "tokens_sha256": store.metadata.identity}
@@ -181,17 +180,24 @@ def keep_evaluation(results: dict[str, Any], run: RunFolder, store: TokenStore, 
         write_atomic(folder / "evaluation.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
         if "panel" in results:
             plot_panel(results["panel"]["rows"], picture)
-        evaluation = evaluation_of(run, run.model)
         if picture.is_file():
             content["picture"] = picture.name
-            evaluation = evaluation and evaluation | {"picture": f"{folder.name}/{picture.name}"}
         write_atomic(folder / "evaluation.md", _page(content))
-        facts = facts_of(run)
-        if facts is not None and run.report.is_file():
-            _write(run, facts, evaluation)
     print(f"Saved in {folder}.", file=sys.stderr)
-    if facts is None and run.report.is_file():
-        print(f"{run.report} was edited, or written by an older version; it is not changed.", file=sys.stderr)
+
+
+def add_evaluation(run: RunFolder) -> None:
+    """Replace the earlier results in report.md by those of `keep_evaluation`, unless the page was edited, or written
+    by an older version. The caller has locked the folder: a run that trains writes its page itself."""
+    evaluation, picture = evaluation_of(run, run.model), run.evaluation / "panel.png"
+    if evaluation and picture.is_file():
+        evaluation["picture"] = f"{run.evaluation.name}/{picture.name}"
+    with disk_errors(run.report, RESUMES):
+        facts = facts_of(run)
+        if facts is not None:
+            _write(run, facts, evaluation)
+            return
+    print(f"{run.report} was edited, or written by an older version; it is not changed.", file=sys.stderr)
 
 
 def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
