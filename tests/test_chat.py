@@ -110,6 +110,7 @@ def test_template_is_chatml_or_a_file(tmp_path):
     [
         ("{% for m in messages %}\n{{ m }}\n", r"line 2: Unexpected end of template.*; correct the template\.$"),
         ("\n{{ messages | shout }}", r"line 2: No filter named 'shout'\.?; correct the template\.$"),
+        ("Answer briefly.", r"does not write the messages of a chat; give a Jinja template, or chatml\.$"),
         (b"\xff", r"cannot be read \(.*; give a Jinja file, or chatml\.$"),
     ],
 )

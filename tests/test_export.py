@@ -136,6 +136,12 @@ def test_packing_is_deterministic_and_keeps_other_files(made, tmp_path):
     assert_user_error(r"books\.tar\.zst exists and is not the packed .*books; move it away", export.to_archive, made)
     assert archive.read_bytes() == b"mine"
     archive.unlink()
+    (tmp_path / "secret").write_text("a token")
+    for name in ("tokenizer/notes.json", "notes.json"):
+        (made.folder / name).symlink_to(tmp_path / "secret")
+    for folder in (unpacked(export.to_archive(made)), export.to_parquet(made)):
+        assert "notes.json" not in {Path(name).name for name in contents(folder)}
+    archive.unlink()
     path = made.folder / "train.bin"
     path.write_bytes(path.read_bytes()[:-2] + b"\1\0")
     assert_user_error(r"train\.bin was changed or damaged", export.to_archive, made)

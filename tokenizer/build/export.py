@@ -15,6 +15,7 @@ from tokenizer.build.recipe import Recipe
 from tokenizer.corpus.files import PACKED_STORE
 from tokenizer.corpus.given import TYPES
 from tokenizer.corpus.hub import HubDataset
+from tokenizer.encoding.vocabulary import leads_out
 from tokenizer.store.store import HUB_SPLITS, SPLITS, STORE_FILES, Metadata, TokenStore
 
 # Level 3 compresses Shakespeare and Python sources to 47% at 150-180 MB/s per core; level 12 to 43% at 22 MB/s.
@@ -37,7 +38,6 @@ def to_archive(store: TokenStore) -> Path:
             return path
         raise UserError(f"{path} exists and is not the packed {store.folder}; move it away or delete it.")
     store.check_hashes()
-    files = {file for pattern in STORE_FILES for file in store.folder.glob(pattern) if file.is_file()}
     compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, threads=-1, write_checksum=True)
     with (
         disk_errors(path),
@@ -46,12 +46,18 @@ def to_archive(store: TokenStore) -> Path:
         compressor.stream_writer(archive, closefd=False) as stream,
         tarfile.open(fileobj=stream, mode="w|", format=tarfile.GNU_FORMAT, copybufsize=COPIED_BYTES) as tar,
     ):
-        for file in sorted(files, key=lambda file: (file.name != "metadata.json", file)):  # metadata first
+        for file in sorted(_files_of(store), key=lambda file: (file.name != "metadata.json", file)):  # metadata first
             info = tarfile.TarInfo(f"store/{file.relative_to(store.folder).as_posix()}")  # no owner and no time
             info.size = file.stat().st_size
             with file.open("rb") as content:
                 tar.addfile(info, content)
     return path
+
+
+def _files_of(store: TokenStore) -> set[Path]:
+    """Return the files of a store, without links out of its folder, whose content would be published."""
+    files = {file for pattern in STORE_FILES for file in store.folder.glob(pattern) if file.is_file()}
+    return {file for file in files if not leads_out(file, store.folder)}
 
 
 def _begins_with(archive: Path, metadata: bytes) -> bool:
@@ -76,7 +82,10 @@ def to_parquet(store: TokenStore) -> Path:
         (draft / "data").mkdir()
         for split in SPLITS:
             _write_shards(store, split, draft / "data")
-        shutil.copytree(store.folder / "tokenizer", draft / "tokenizer")
+        for file in _files_of(store):
+            if (copy := draft / file.relative_to(store.folder)).parent != draft:
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(file, copy)
         (draft / "README.md").write_text(_card(store), encoding="utf-8")
     return folder
 

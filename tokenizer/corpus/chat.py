@@ -19,6 +19,7 @@ CHATML = (
 )
 TURN_MARK = re.compile(r"<\|\w+\|>")
 MASKS = range(0x100000, 0x10FFFE)  # private-use characters that mask text that looks like a control token
+TRIAL = [{"role": role, "content": f"gpt2scratch-{role}"} for role in ("user", "assistant")]  # tries a template
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}  # role names of ShareGPT
 
 
@@ -30,7 +31,8 @@ class ChatTemplate:
 
     @staticmethod
     def read(name: str) -> str:
-        """Return the source of the built-in template `chatml` or of a file. Raise a `UserError` for another file."""
+        """Return the source of the built-in template `chatml` or of a file. Raise a `UserError` for another file, such
+        as a plain text, which would be every document, and part of the published model."""
         from jinja2 import TemplateSyntaxError
 
         if name == "chatml":
@@ -45,7 +47,9 @@ class ChatTemplate:
                 f"The chat template {name} cannot be read ({error}); give a Jinja file, or chatml."
             ) from error
         try:
-            ChatTemplate(source, ()).segments([{"role": "user", "content": ""}])
+            text = "".join(text for text, _ in ChatTemplate(source, ()).segments(TRIAL))
+            if not any(message["content"] in text for message in TRIAL):
+                raise UserError(f"{name} does not write the messages of a chat; give a Jinja template, or chatml.")
         except ValueError as error:  # only the syntax is checked; a template may refuse this chat
             if isinstance(syntax := error.__cause__, TemplateSyntaxError):
                 raise UserError(f"{name}, line {syntax.lineno}: {syntax.message}; correct the template.") from error

@@ -288,13 +288,15 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
 
 
 def _links_out(folder: Path) -> Iterator[Path]:
-    """Yield each file of a tokenizer that is a link out of its folder, but not into the Hub's cache."""
-    home = folder.resolve()
+    """Return the files of a tokenizer that are links out of its folder, but not into the Hub's cache."""
+    files = (path for name in (*FILES, *OTHER_FILES) for path in folder.glob(name) if path.is_file())
+    return (path for path in files if leads_out(path, folder))
+
+
+def leads_out(path: Path, folder: Path) -> bool:
+    home, target = folder.resolve(), path.resolve()
     blobs = next((part.parent / "blobs" for part in home.parents if part.name == "snapshots"), home)
-    for path in (path for name in (*FILES, *OTHER_FILES) for path in folder.glob(name) if path.is_file()):
-        target = path.resolve()
-        if not target.is_relative_to(home) and target.parent != blobs:
-            yield path
+    return not target.is_relative_to(home) and target.parent != blobs
 
 
 def _from_file(path: Path) -> "PreTrainedTokenizerFast":
