@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from contextlib import suppress
+from copy import deepcopy
 from inspect import get_annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -98,7 +99,7 @@ def from_gpt2(gpt2: GPT2LMHeadModel) -> GPT2ScratchForCausalLM:
     """Return a GPT2Scratch model with the same weights. Raise a `ModelError` like `scratch_config`."""
     config, state = scratch_config(gpt2.config), _transposed(gpt2.state_dict())
     model = loading.load_weights(GPT2ScratchForCausalLM, None, config, gpt2.dtype, state_dict=state)
-    model.generation_config = gpt2.generation_config
+    model.generation_config = deepcopy(gpt2.generation_config)
     return model
 
 
@@ -136,7 +137,7 @@ def to_gpt2(model: GPT2ScratchForCausalLM) -> GPT2LMHeadModel:
     config = GPT2Config(**fields, **GPT2_OPTIONS, n_ctx=model.config.n_positions)
     state = _transposed(with_biases(model.state_dict()))
     twin = loading.load_weights(GPT2LMHeadModel, None, config, model.dtype, state_dict=state)
-    twin.generation_config = model.generation_config
+    twin.generation_config = deepcopy(model.generation_config)
     return twin
 
 
@@ -177,7 +178,7 @@ def to_apertus(model: GPT2ScratchForCausalLM) -> ApertusForCausalLM:
     # Silences Transformers, which suggests to install a package that computes another function.
     with loading.one_sentence(model.name_or_path):
         twin = loading.load_weights(ApertusForCausalLM, None, config, torch.float32, state_dict=state)
-    twin.generation_config = model.generation_config
+    twin.generation_config = deepcopy(model.generation_config)
     return twin
 
 

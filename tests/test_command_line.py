@@ -4,6 +4,7 @@ import gc
 import importlib
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -425,6 +426,14 @@ def test_a_command_collects_garbage_after_its_imports():
     with pytest.raises(SystemExit) as leaving:
         run(lambda _arguments: sys.exit(gc.get_threshold() == default))
     assert leaving.value.code is True
+
+
+@pytest.mark.parametrize(("script", "handles"), [("generate.py", True), ("my_own.py", False)])
+def test_only_commands_of_this_project_handle_ctrl_c_during_imports(tmp_path, script, handles):
+    shutil.copytree(REPOSITORY / "common", tmp_path / "common")
+    code = "import signal, sys, common.interrupt\nsys.exit(signal.getsignal(2) is not signal.default_int_handler)\n"
+    (tmp_path / script).write_text(code)
+    assert subprocess.run([sys.executable, tmp_path / script], check=False).returncode == handles
 
 
 @pytest.mark.parametrize("script", ["generate.py", "train_accelerate.py"])

@@ -80,6 +80,8 @@ def test_a_converted_model_keeps_its_precision_and_is_independent_of_its_source(
         for parameter in gpt2.parameters():
             parameter.zero_()
     assert torch.equal(ours(tokens(1, 4)).logits, before)
+    assert ours.generation_config is not gpt2.generation_config
+    assert to_gpt2(ours).generation_config is not ours.generation_config
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, interleave_datasets
 
@@ -164,5 +165,6 @@ def test_unusable_datasets_end_in_one_sentence(tmp_path, data, settings, sentenc
 def test_the_same_call_opens_the_finished_store(tmp_path, capsys):
     data = Dataset.from_list(ROWS)
     pretokenize(data, tmp_path / "store", **SETTINGS)
-    assert isinstance(pretokenize(data, tmp_path / "store", vocab_size=300, validation_fraction=0.1), TokenStore)
+    settings = {"vocab_size": np.int64(300), "validation_fraction": np.float64(0.1), "exclude": []}
+    assert isinstance(pretokenize(data, tmp_path / "store", **settings), TokenStore)
     assert capsys.readouterr().out == f"{tmp_path / 'store'} already contains these tokens.\n"

@@ -28,6 +28,7 @@ from typing import Any, Literal
 from common.command_line import FlagParser, run
 from common.errors import Problems, UserError
 from common.limits import setting
+from common.terminal import printable
 from tokenizer.build import export, store_builder
 from tokenizer.build.imported import ImportArguments, import_store
 from tokenizer.build.recipe import SEED, Recipe
@@ -131,7 +132,7 @@ def parse(arguments: list[str], given: dict[str, GivenDataset]) -> tuple:
 
 def build(options: PretokenizeArguments, ids: ImportArguments, recipe: Recipe) -> TokenStore | None:
     """Build the store, and what `compress` and `export` ask for. Return None after a shard."""
-    say = (lambda text: None) if options.quiet else print
+    say = (lambda text: None) if options.quiet else lambda text: print(printable(text, sys.stdout))
     folder = Path(options.output).expanduser()
     if ids.import_tokens is not None:
         store = import_store(ids, recipe.vocabulary.tokenizer, recipe.corpus.validation_fraction, folder, say)
@@ -162,8 +163,8 @@ def pretokenize(data: Any, output: str | Path, **settings: Any) -> TokenStore | 
         kind = type(settings[problems[0]]).__name__
         raise UserError(f"{problems[0]} is of the type {kind}; give a name, a folder or a number.")
     flags = {"input": inputs, "output": str(output)} | settings
-    flags = {name: value for name, value in flags.items() if value is not None and (value != [] or name == "cleaning")}
-    words = [[f"--{name}", *map(str, _listed(value))] for name, value in flags.items()]
+    values = {name: _listed(value) for name, value in flags.items() if value is not None}
+    words = [[f"--{name}", *map(str, value)] for name, value in values.items() if value or name == "cleaning"]
     options, ids, *parts = parse([word for flag in words for word in flag], datasets)
     return build(options, ids, replace(options.recipe(*parts), given=datasets))
 
