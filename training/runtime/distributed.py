@@ -72,8 +72,11 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
     if not torch.accelerator.is_available():
         keep_freed_memory()
     keep_accelerate_from_sharding()
-    if interface := interface_to(os.environ.get("MASTER_ADDR", "localhost")):
-        # Gloo would publish the address of the host's name, which on Debian is 127.0.1.1.
+    # Gloo would publish the address of the host's name, which on Debian is 127.0.1.1.
+    interface = interface_to(os.environ.get("MASTER_ADDR", "localhost"))
+    if interface is None and os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE"):
+        interface = interface_to("192.0.2.1")  # an address of no machine: the way to other machines
+    if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     handlers = [
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
@@ -94,6 +97,13 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
         raise UserError(
             f"The processes of the job did not connect within {ddp_timeout} s (ddp_timeout): "
             f"{str(error).splitlines()[0]}"
+        ) from error
+    except RuntimeError as error:
+        if "gloo" not in str(error).lower():
+            raise
+        raise UserError(
+            "The processes of the job cannot connect to each other: set --main_process_ip to an IP address, and open "
+            f"all TCP ports between the machines ({str(error).splitlines()[0][:300]})."
         ) from error
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size != accelerator.num_processes:
