@@ -1,11 +1,14 @@
 """Runs that do not learn, because a part of training was replaced by one that does nothing."""
 
+import math
+
 import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 
-from conftest import MODERN_RUN, assert_one_sentence, lines
+from conftest import MODERN_RUN, assert_one_sentence, lines, metrics
 from modeling_gpt2scratch.modeling_gpt2scratch import GPT2ScratchMLP
+from training.guard.learning import FAR
 from training.step import loss
 from training.step.loss import linear_cross_entropy
 
@@ -45,6 +48,15 @@ def test_a_first_loss_far_from_that_of_a_new_model_is_reported(train, tmp_path, 
     assert "WARNING: The first loss is 11.38" in capsys.readouterr().out
     [advice] = [entry for entry in lines(tmp_path / "run" / "events.jsonl") if entry["event"] == "advice"]
     assert "a new model with 300 tokens starts near 5.70, their logarithm" in advice["text"]
+
+
+def test_a_new_modern_model_with_a_tied_head_predicts_its_input(train, tmp_path, capsys):
+    """The input's own logit is 64 * 0.15 = 9.6."""
+    shape = MODERN_RUN | {"tie_word_embeddings": True, "n_embd": 64, "initializer_range": 0.15, "max_steps": 1}
+    train(tmp_path / "run", **shape)
+    first, *_ = (entry["loss"] for entry in metrics(tmp_path / "run") if "loss" in entry)
+    assert first > math.log(300) + FAR + 64 * 0.15**2
+    assert "WARNING" not in capsys.readouterr().out
 
 
 def test_a_loss_that_stays_the_same_ends_the_run(train, tmp_path):

@@ -53,12 +53,16 @@ class LearningCheck:
     def _check_loss(self, step: int, losses: list[float]) -> Iterator[str]:
         config = self.model.config
         if self.first_loss is None:
-            self.first_loss, usual = losses[0], math.log(config.vocab_size)
+            self.first_loss, lowest = losses[0], math.log(config.vocab_size)
+            highest = lowest
+            if config.is_modern and config.tie_word_embeddings:  # predicts the input, which may be the target, too
+                highest = math.log(config.vocab_size + math.exp(config.n_embd * config.initializer_range))
             # Logits of variance n_embd * initializer_range^2 add half of it to the loss. Twice as much is allowed.
-            if abs(self.first_loss - usual) > FAR + config.n_embd * config.initializer_range**2:
+            distance = FAR + config.n_embd * config.initializer_range**2
+            if not lowest - distance <= self.first_loss <= highest + distance:
                 yield (
                     f"The first loss is {self.first_loss:.2f}, but a new model with {config.vocab_size:,} tokens "
-                    f"starts near {usual:.2f}, their logarithm. Check what you changed in the model, or compare with "
+                    f"starts near {lowest:.2f}, their logarithm. Check what you changed in the model, or compare with "
                     "--torch_compile false."
                 )
         if step >= LONG and self.plan.after(step).tokens >= self.model.num_parameters():
