@@ -139,6 +139,8 @@ def parameter_groups(model: nn.Module, arguments: OptimArguments) -> list[dict[s
     uses_muon = arguments.optimizer == "muon"
     peaks = {"wte": arguments.embedding_learning_rate, "wpe": arguments.embedding_learning_rate}
     peaks |= {"lm_head": arguments.head_learning_rate}
+    if uses_muon:  # positions are not normalized
+        peaks["wpe"] = arguments.head_learning_rate
     adam = {"rule": "adam", "betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
     muon = {"rule": "muon", "momentum": momentum_at(0)}
     groups: dict[tuple, dict[str, Any]] = {}
