@@ -91,7 +91,7 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
             for step in guard.steps(saver):
                 profiler.before(step)
                 rate_factor = schedule(step, plan.max_steps, config.optim)
-                second_weight = second_target_weight(step, plan.max_steps, config.optim)
+                second_weight = second_target_weight(step, plan.max_steps, pacer.config.optim)
                 step_loss, grad_norm = train_step(step, rate_factor, second_weight)
                 guard.health.add(step_loss, grad_norm)
                 log.count(step_loss)

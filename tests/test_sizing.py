@@ -421,8 +421,10 @@ def test_the_length_is_final_before_the_rates_fall(store, monkeypatch):
         (40, {40: 64}, 40),
     ):
         budgeted, lengths, sentences = pacer(planned, 1.0), list(measured.values()), []
-        budgeted.config, budgeted._write = config, sentences.append
-        budgeted.run.accelerator, budgeted.run.start = None, SimpleNamespace(state=SimpleNamespace(settings={}))
+        optim = replace(config.optim, second_target_weight=0.5, second_target_steps=500)
+        budgeted.config, budgeted._write = replace(config, optim=optim), sentences.append
+        state = SimpleNamespace(settings={})
+        budgeted.run.accelerator, budgeted.run.start = None, SimpleNamespace(state=state)
         monkeypatch.setattr(budgeted, "_corrected", lambda step, log, lengths=lengths: lengths.pop(0))
         budgeted.correct(planned - 1, SimpleNamespace(paces=[]))  # nothing is measured yet
         for step in measured:
@@ -431,6 +433,8 @@ def test_the_length_is_final_before_the_rates_fall(store, monkeypatch):
         assert (budgeted.run.plan.max_steps, budgeted.config.length.max_steps) == (end, end)
         words = f"Budget:  the run has {end:,} steps, by the measured speed. This number is now final."
         assert sentences == [words, final]
+        ends = min(500, round(0.6 * end)), min(500, round(0.6 * end))  # of second targets
+        assert (budgeted.config.optim.second_target_steps, state.settings.get("second_target_steps", 500)) == ends
         assert len(lengths) == max(0, len(measured) - 4)
 
 

@@ -10,6 +10,7 @@ from training.config import TrainConfig, dump_config
 from training.log.run_log import RunLog
 from training.plan.run import Run
 from training.runtime.distributed import on_main
+from training.step.optim import SECOND_TARGET_SHARE
 
 FINAL = 0.35  # part of the steps after which their number is final; the rates fall from 40% on
 SPARE = 0.01  # part of the time left that is kept for variations of speed
@@ -45,8 +46,9 @@ class Pacer:
         if step < FINAL * plan.max_steps:
             return
         self.deadline = None
-        self.config = self.config.with_settings({"max_steps": plan.max_steps, "max_train_tokens": None})
-        self.run.start.state.settings["max_steps"] = plan.max_steps
+        settings = {"max_steps": plan.max_steps} | self._earlier_end_of_second_targets()
+        self.config = self.config.with_settings(settings | {"max_train_tokens": None})
+        self.run.start.state.settings |= settings
         log.say(f"Budget:  the run has {plan.max_steps:,} steps, by the measured speed. This number is now final.")
         on_main(self.run.accelerator, lambda: self._write(step))
 
@@ -62,6 +64,14 @@ class Pacer:
         room = (1 - SPARE) * (self.deadline - time.monotonic()) - last
         step_limit = self.forecast.sizing.option.most_tokens / plan.tokens_per_step
         return max(step + 1, int(min(step_limit, step + room / (seconds / steps + validations))))
+
+    def _earlier_end_of_second_targets(self) -> dict[str, int]:
+        """Return `second_target_steps` if the final length is so much less than the first estimate, from which they
+        were chosen, that second targets would count for too long, or up to the end."""
+        last = max(1, round(SECOND_TARGET_SHARE * self.run.plan.max_steps))
+        is_given = "second_target_steps" in self.config.flags | self.config.in_file
+        is_late = not is_given and (self.config.optim.second_target_steps or 0) > last
+        return {"second_target_steps": last} if is_late else {}
 
     def _write(self, step: int) -> None:
         write_atomic(self.run.folder.config, self.config_yaml())
