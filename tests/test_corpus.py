@@ -402,6 +402,9 @@ def test_identity_and_fingerprint_detect_changes(tmp_path):
     assert len({corpus(*inputs).fingerprint() for inputs in ((ab, c), (c, ab), (a, bc))}) == 3
 
 
+QUOTES = "texts that contain separators need quotes"
+
+
 @pytest.mark.parametrize(
     ("name", "content", "why"),
     [
@@ -410,6 +413,7 @@ def test_identity_and_fingerprint_detect_changes(tmp_path):
         *((name, "", "nothing was found") for name in ("a.jsonl", "a.csv")),
         *(("a.jsonl", "\n\n", "nothing was found"), ("a.csv", "text,id\n", "nothing was found")),
         ("a.json", "[]\n", "nothing was found"),
+        ("a.csv", "text\na, b\n", "1 record without text; the first in {}, line 2 (broken); " + QUOTES),
     ],
 )
 def test_input_without_text_is_refused(tmp_path, name, content, why):
@@ -511,6 +515,9 @@ def test_text_before_the_damage_of_a_file_in_a_folder_is_read(tmp_path):
     assert texts == ["a", "d", GOOD * 100]
     why = counts.worst()["unreadable_files"][1]["why"]
     assert why.endswith("in 1 of 3 records, the first in line 4 (broken)")
+    # The damage explains the broken records.
+    _, counts = read(folder_with(tmp_path, "a.csv", b'text,id\n"a",1\n' + b"a,b,c\n" * 200 + b'"open,2\n'))
+    assert (counts.empty_records, counts.unreadable_files, [*counts.first]) == (0, 1, ["unreadable_files"])
 
 
 def test_table_without_text_column_is_skipped_unless_given_by_name(tmp_path):
@@ -529,6 +536,7 @@ UNREADABLE = {
     "cut.jsonl.gz": (gzip.compress(b'{"text": "some words"}\n')[:-9], "cannot be read"),
     "not.parquet": (b"PAR1 and no more", "cannot be read"),
     "cut.json": (b'[{"text": "a"}, {"te', "cannot be read"),
+    "japanese.txt": ("名前はまだ無い。".encode("iso2022_jp"), "is ISO-2022-JP text"),
     "wide.txt": ("some words".encode("utf-16"), "is UTF-16 text"),
     "quote.csv": (b'text,id\n"one",1\n"two,2\nthree,3\n', "cannot be read: unexpected end of data, in line 3"),
 }

@@ -87,6 +87,13 @@ def test_unfinished_cache_of_another_text_is_discarded(tmp_path, text):
     assert decoded(tmp_path / "cache") == "other text\n" * 100 + "<|endoftext|>"
 
 
+def test_work_on_text_without_documents_is_discarded(tmp_path, text):
+    arguments = ("--input", text, "--output", tmp_path / "store", *SMALL)
+    assert "None of" in refused(*arguments, "--sample_by", "line", "--cleaning", "quality")
+    pretokenize(*arguments)
+    assert TokenStore(tmp_path / "store").metadata.train.tokens
+
+
 def test_same_command_reuses_the_store_and_other_settings_are_refused(tmp_path, text, capsys):
     pretokenize("--input", text, "--output", tmp_path / "store", *SMALL)
     written = (tmp_path / "store" / "train.bin").stat().st_mtime_ns

@@ -23,7 +23,7 @@ from common.atomic import fsync, write_atomic
 from common.errors import UserError
 from tokenizer.build.worker import DocumentSettings, Part, part_file, row_type
 from tokenizer.cleaning import dedup
-from tokenizer.corpus.units import Unit
+from tokenizer.corpus.units import TextError, Unit
 from tokenizer.store.store import SPLITS, index_file, tokens_file
 
 BLOCK_TOKENS = 1 << 21
@@ -96,19 +96,19 @@ class Merger:
 
     def _plan(self, size: int, is_split: bool, long: list[tuple[int, int, int]]) -> MergeProgress:
         """Return the progress before merging, with the tails that `_survey` requires.
-        Raise a `UserError` for too little text."""
+        Raise a `TextError` for too little text."""
         share = self.settings.validation_fraction
         tails = [self._tail(n_bytes * share, n_bytes, *rows) for n_bytes, *rows in long]
         progress = MergeProgress(0, {split: SplitSize() for split in SPLITS}, list(filter(None, tails)), None)
         if self.documents and not is_split and not progress.tails:
             if self.has_validation_split:
-                raise UserError(
+                raise TextError(
                     "The split validation or the split train has no text left; name only the training split "
                     "(user/name::train or FOLDER/train) to hold out text of it."
                 )
             progress.end = self._tail(size * share, size, 0, self.first_row[-1] - 1, CUT_REACH)
             if progress.end is None:
-                raise UserError(
+                raise TextError(
                     f"The text is too short: {size} bytes cannot be split into training text and validation text."
                 )
         return progress

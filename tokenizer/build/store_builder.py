@@ -42,7 +42,7 @@ from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit
 from tokenizer.corpus.files import TOLERATED_SHARE, is_packed
 from tokenizer.corpus.hub import open_dataset
 from tokenizer.corpus.named_data import find, licenses
-from tokenizer.corpus.units import UNIT_BYTES, Corpus, Unit, stream
+from tokenizer.corpus.units import UNIT_BYTES, Corpus, TextError, Unit, stream
 from tokenizer.encoding import encode, vocabulary
 from tokenizer.encoding.vocabulary import VocabularyArguments
 from tokenizer.store.store import RESUMES, STORE_FILES, TokenStore, dtype_of
@@ -73,7 +73,8 @@ def pretokenize(
     """Build the store of `recipe` in `folder`, resume building it, or open it if it exists. Return None after a shard.
     A cache belongs to this project: a process waits while another one builds it, and unfinished work is discarded if a
     file has another time. Raise a `UserError` if text or settings are bad or differ from those of the unfinished work,
-    `folder` is in use or is not a store, or the disk is too small. Finished work is kept."""
+    `folder` is in use or is not a store, or the disk is too small. Finished work is kept, unless the text as a whole
+    is bad: it would be refused with the corrected text."""
     Problems(recipe.problems()).refuse()
     folder = output_folder(folder)
     workers = Workers(num_proc or most_workers())
@@ -84,7 +85,7 @@ def pretokenize(
                 return builder.open_finished()
             if shard is None:
                 _refuse_busy_shards(folder)
-                return builder.finish(is_merge)
+                return _finish(builder, is_merge)
             units = list(range(len(builder.plan.units)))
             share, shares = shard
             lock = locked(folder, f".shard-{share}-of-{shares}", wait=False)
@@ -95,6 +96,15 @@ def pretokenize(
                 f"same command with --merge instead of --shard."
             )
     return None
+
+
+def _finish(builder: "StoreBuilder", is_merge: bool) -> TokenStore:
+    try:
+        return builder.finish(is_merge)
+    except TextError:
+        if not is_merge:  # several machines have worked on it
+            discard(builder.work, WORK_FILES)
+        raise
 
 
 def output_folder(folder: Path) -> Path:
@@ -385,7 +395,7 @@ class StoreBuilder:
         self.corpus.refuse_changes(f"Delete {self.work}, and run the command")
         self.corpus.check(counts)
         if lost_bytes > TOLERATED_SHARE * counts.bytes:
-            raise UserError(
+            raise TextError(
                 f"{self.recipe.vocabulary.tokenizer} cannot encode this text: {lost_bytes:,} of {counts.bytes:,} bytes "
                 f"would be lost; use another tokenizer."
             )
@@ -393,7 +403,7 @@ class StoreBuilder:
         if merger.documents == 0:
             rules = (f"{rule} {outcome.documents:,}" for rule, outcome in outcomes.items() if outcome.dropped)
             drops = ", ".join(rules) or "by --weights"
-            raise UserError(
+            raise TextError(
                 f"None of {counted(counts.documents, 'document')} is left (dropped: {drops}); use fewer cleaning "
                 f"stages or more text."
             )

@@ -139,6 +139,8 @@ class Reader:
         except files.UnreadableError as error:
             if not part.may_skip:
                 raise
+            if self.counts.empty_records > bad:  # the damage explains them
+                self._forget_records(part, bad)
             self.counts.note_unreadable(part.path, part.n_bytes, error)
             if not is_complete:
                 yield Piece("", False, True)
@@ -149,12 +151,16 @@ class Reader:
         bad = counts.empty_records - bad_start
         number = bad + counts.documents + counts.blank - good_start
         if part.may_skip and bad > files.TOLERATED_SHARE * number:
-            counts.empty_records -= bad
-            _, place = counts.first["empty_records"].pop(part.path)
-            counts.first = {name: places for name, places in counts.first.items() if places}
-            place = place_words(place, part.path)[1:]
+            place = place_words(self._forget_records(part, bad_start), part.path)[1:]
             problem = f"{part.path} has no text in {bad:,} of {number:,} records, the first in{place}."
             counts.note_unreadable(part.path, part.n_bytes * bad // number, files.UnreadableError(problem))
+
+    def _forget_records(self, part: ByteRange, bad_start: int) -> dict[str, Any]:
+        """Do not count the records without text of a file that counts as unreadable. Return the place of the first."""
+        self.counts.empty_records = bad_start
+        _, place = self.counts.first["empty_records"].pop(part.path)
+        self.counts.first = {name: places for name, places in self.counts.first.items() if places}
+        return place
 
     def _counted(self, piece: Piece) -> Piece | None:
         """Count and return a piece, or None if the limit leaves nothing of its document. The piece at the limit is cut

@@ -109,9 +109,11 @@ def head(path: str) -> bytes:
 
 def check_text(head: bytes, path: str, may_skip: bool = False) -> None:
     """Raise a `BinaryError` if a file that begins with `head` is binary, and an `UnreadableError` if it is UTF-16 with
-    its mark, or if it may be skipped and too much of `head` is not UTF-8."""
+    its mark or ISO-2022-JP, or if it may be skipped and too much of `head` is not UTF-8."""
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise UnreadableError(f"{path} is UTF-16 text; save it as UTF-8.")
+    if b"\x1b$B" in head or b"\x1b$@" in head:  # all of its bytes are ASCII
+        raise UnreadableError(f"{path} is ISO-2022-JP text; save it as UTF-8.")
     limit = TOLERATED_SHARE * len(head)
     valid, length = codecs.utf_8_decode(head, "ignore", False)  # an incomplete last character does not count
     invalid = 0 if head.isascii() else length - len(valid.encode())

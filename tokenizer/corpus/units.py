@@ -114,6 +114,10 @@ def _examples(units: list[Unit], reader: Reader) -> Iterator[tuple[int, dict[str
             yield i, piece._asdict() | {"path": part.path}
 
 
+class TextError(UserError):
+    """Error for text that cannot be used as it is: with the same text and settings, each command ends in it."""
+
+
 class NoTextColumnError(UserError):
     """Error for a file of records whose text column cannot be determined."""
 
@@ -282,30 +286,34 @@ class Corpus:
         return units
 
     def check(self, counts: Counts, is_all: bool = True) -> None:
-        """Raise a `UserError` if too much text is unclean. If `is_all` is false, more text follows, which counts."""
+        """Raise a `TextError` if too much text is unclean. If `is_all` is false, more text follows, which counts."""
         inputs, left_out = ", ".join(self.inputs), self.left_out_words(counts)
         or_exclude = " or skip it with --exclude" * any(not file.is_named for file in self.all_files)
         unclean = [name for name in LEFT_OUT if name in counts.first]  # no place is recorded for blank documents
         if self.arguments.strict and (unclean or self.finder.links):
-            raise UserError(f"{inputs} is not clean ({left_out}), which --strict refuses{_worst(counts, *unclean)}.")
+            raise TextError(f"{inputs} is not clean ({left_out}), which --strict refuses{_worst(counts, *unclean)}.")
         if counts.unreadable_bytes > SKIPPED_SHARE * self.size:
-            raise UserError(
+            raise TextError(
                 f"{inputs}: {counted(counts.unreadable_files, 'file')} of {counts.unreadable_bytes:,} bytes cannot be "
                 f"read in full, more than half of {self.size:,} bytes{_worst(counts, 'unreadable_files')}; correct "
                 f"that, or skip the file with --exclude."
             )
         if counts.documents == 0 and is_all:
-            raise UserError(f"{inputs} contains no text: {left_out or 'nothing was found'}{_worst(counts, *unclean)}.")
+            is_table = counts.empty_records and files.suffix(counts.worst()["empty_records"][0]) == ".csv"
+            remedy = "; texts that contain separators need quotes" if is_table else ""
+            raise TextError(
+                f"{inputs} contains no text: {left_out or 'nothing was found'}{_worst(counts, *unclean)}{remedy}."
+            )
         size = max(counts.bytes - 2 * counts.bad_bytes, 0 if is_all else self.most_bytes)  # U+FFFD takes three bytes
         if counts.bad_bytes > files.TOLERATED_SHARE * size:
-            raise UserError(
+            raise TextError(
                 f"{inputs} is not UTF-8 text: {counts.bad_bytes:,} of {size:,} bytes are invalid"
                 f"{_worst(counts, 'bad_bytes')}; convert it to UTF-8{or_exclude}."
             )
         if is_all and counts.empty_records > files.TOLERATED_SHARE * (counts.documents + counts.empty_records):
             is_broken = counts.worst()["empty_records"][1].get("why") == "broken"
             remedy = "correct that" if is_broken else "remove them, or name the right column with --text_column"
-            raise UserError(
+            raise TextError(
                 f"{inputs}: {counts.empty_records:,} records have no text and {counts.documents:,} have text"
                 f"{_worst(counts, 'empty_records')}; {remedy}{or_exclude}."
             )

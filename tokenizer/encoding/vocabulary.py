@@ -62,7 +62,9 @@ class VocabularyArguments:
         200_000_000, "Bytes of text that a BPE is trained on: an evenly spread sample, or all text if less.", minimum=1
     )
     pad_token: str = setting(PADDING, "Padding token of a BPE trained on the text, or none.")
-    special_tokens: list[str] = setting([], "Additional control tokens of a BPE trained on the text.")
+    special_tokens: list[str] = setting(
+        [], "Additional control tokens of a new BPE. In a text, the same characters stay text."
+    )
 
 
 def build(
