@@ -26,7 +26,15 @@ from publishing.card import FolderArguments
 from publishing.hub_folder import TWIN, assemble, check_native
 from publishing.onnx_file import check_onnx
 from publishing.published_model import PublishedModel, all_folders, find_folder, hub_folder_of
-from publishing.upload import Repository, check_access, check_repo_id, download, published_files, upload
+from publishing.upload import (
+    Repository,
+    check_access,
+    check_repo_id,
+    download,
+    metadata_on_hub,
+    published_files,
+    upload,
+)
 from publishing.verify import Expected, Location, expect, verify
 from training.checkpoints.run_folder import HUB_FILES, is_checkpoint
 
@@ -94,6 +102,11 @@ def publish(
     """Assemble the folder `hub`, verify and upload it, then verify the uploaded files.
     Return the URL, or None for a dry run."""
     as_branch = f" as {repository.branch}" if repository.branch is not None else ""
+    if not dry_run:
+        earlier = metadata_on_hub(repository.id)
+        if release.training is not None:
+            earlier.pop("base_model", None)  # of an earlier model
+        release = replace(release, metadata=earlier | release.metadata)
     reference = expect(release)
     assemble(release, repository, options, hub, reference)
     print(f"{release.folder}{as_branch}:")

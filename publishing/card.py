@@ -22,8 +22,8 @@ from training.checkpoints.loading import is_hub_id
 from training.report.report import environment
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Metadata keys that the new card keeps from the card of a model folder, unless a flag replaces them.
-METADATA_KEYS = ("base_model", "datasets", "language", "license", "license_name", "license_link")
+# Metadata that is not kept from the card of a model folder or of the repository; flags replace the others.
+COMPUTED = {"library_name", "pipeline_tag", "tags", "model-index", "model_name", "eval_results"}
 VALIDATION = {"eval_loss": "Loss", "eval_perplexity": "Perplexity", "eval_bits_per_byte": "Bits per byte"}
 
 
@@ -104,6 +104,8 @@ def _examples(release: PublishedModel) -> dict[str, Any]:
     training, tokenizer, context = release.training, release.tokenizer, release.model.config.n_positions
     text = ["The quick brown fox jumps over the lazy dog.", *(training.samples if training is not None else [])][-1]
     prompts = [prompt for prompt in (training.config.sampling.sample_prompts if training is not None else []) if prompt]
+    with suppress(*NONSENSE):  # of a page
+        prompts.insert(0, str(release.metadata["widget"][0]["text"]))
     if is_chat := tokenizer.chat_template is not None:
         prompts.insert(0, "Hello")
     if encode.is_character(tokenizer.backend_tokenizer):
@@ -135,6 +137,7 @@ def _metadata(release: PublishedModel, repository: Repository, options: FolderAr
             values["datasets"] = sorted(set(training.store.metadata.hub_datasets))
         elif release.facts is not None:  # the store is gone, but the report names the Hub datasets
             values["datasets"] = sorted(release.facts["data"].get("commits", {}))
+    metadata = metadata | {name: value for name, value in values.items() if value}
     tasks = release.evaluation.get("tasks", {"configs": {}})
     of_tasks = list(harness_entries(tasks))
     names = {(result.unique_identifier, result.dataset_name) for result in of_tasks}  # each task has one source
@@ -148,7 +151,7 @@ def _metadata(release: PublishedModel, repository: Repository, options: FolderAr
         library_name="transformers" if options.has_weights else "transformers.js",
         pipeline_tag="text-generation",
         tags=tags,
-        **{name: values.get(name) or metadata[name] for name in METADATA_KEYS if values.get(name) or name in metadata},
+        **{str(name): value for name, value in metadata.items() if name not in COMPUTED},
         **({"model_name": repository.id.split("/")[1], "eval_results": results} if results else {}),
     )
 

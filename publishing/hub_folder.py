@@ -58,10 +58,10 @@ def assemble(
         _set(path, "auto_map", None)  # code of the tokenizer's author
     for plot in release.plots:
         shutil.copy(plot, destination / plot.name)
-    gguf, name = [], repository.id.split("/")[1]
+    gguf, name, license = [], repository.id.split("/")[1], options.license or release.metadata.get("license")
     for kind in options.gguf:
         file = destination / f"{name}-{kind.upper()}.gguf"
-        write_gguf(model, tokenizer, file, kind, name, options.license)
+        write_gguf(model, tokenizer, file, kind, name, license if isinstance(license, str) else None)
         logits, loss = logit_difference(model, file, ids)
         gguf.append({"name": file.name, "kind": kind.upper(), "logits": logits, "loss": loss, "tokens": ids.numel()})
     onnx = write_onnx(model, reference, destination, options.onnx_types) if options.onnx_types else []

@@ -19,7 +19,7 @@ from common.errors import NONSENSE, UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from modeling_gpt2scratch.loading import CONFIG, TOKENIZER, own_file, tokenizer_files
 from modeling_gpt2scratch.prompts import add_turn_end
-from publishing.upload import SIGNATURE_PATTERN
+from publishing.upload import FRONT_MATTER, SIGNATURE_PATTERN
 from tokenizer.encoding import vocabulary
 from tokenizer.store.store import TokenStore
 from training.checkpoints import checkpoint as checkpoints
@@ -178,7 +178,7 @@ def read_page(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the metadata and the sections of a page that was written by hand. Both are empty if it does not exist.
     Raise a `UserError` if the metadata is not YAML."""
     page = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    block = re.match(r"---\n(.*?)\n---\n", page, flags=re.DOTALL)
+    block = FRONT_MATTER.match(page)
     try:
         metadata = yaml.safe_load(block[1]) if block else None
     except (ValueError, yaml.YAMLError) as error:

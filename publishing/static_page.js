@@ -288,11 +288,15 @@ async function run() {
   if (task().run === chat) checked.sort((a, b) => Boolean(b.chat) - Boolean(a.chat));
   const chosen = checked.slice(0, task().models);
   job = { stop: new AbortController(), get isStopped() { return this.stop.signal.aborted; } };
+  const isFocused = document.activeElement === find("#start"); // with a keyboard
   [find("#start").hidden, find("#stop").hidden] = [true, false];
+  if (isFocused) find("#stop").focus();
   find("#status").textContent = chosen.length ? "Running." : "Choose a model.";
   find("#results").replaceChildren();
   if (chosen.length) await task().run(chosen.map(card), find("#prompt").value, settings).catch(report);
+  const waits = [find("#stop"), document.body].includes(document.activeElement);
   [find("#start").hidden, find("#stop").hidden] = [false, true];
+  if (isFocused && waits) find(task().run === chat ? "#prompt" : "#start").focus();
   if (find("#status").textContent === "Running.") find("#status").textContent = job.isStopped ? "Stopped." : "Done.";
 }
 
@@ -378,7 +382,9 @@ async function watch(cards, text) {
       scores.push(pieces);
       color(it.text, pieces, [1, 2, 4, 8]);
       const mean = (losses.reduce((a, b) => a + b) / losses.length).toFixed(2);
-      it.note.textContent = `mean loss ${mean} nats per token · ${count(losses.length + 1, "token")} of ${tokens} · underlined from 1, 2, 4 and 8`;
+      const bytes = utf8.encode(pieces.map(({ text, value }) => (value === null ? "" : text)).join("")).length;
+      const bits = bytes ? ` · ${(losses.reduce((a, b) => a + b) / Math.LN2 / bytes).toFixed(2)} bits per byte` : "";
+      it.note.textContent = `mean loss ${mean} nats per token${bits} · ${count(losses.length + 1, "token")} of ${tokens} · underlined from 1, 2, 4 and 8`;
     });
   }
   const [first, second] = scores;

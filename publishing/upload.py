@@ -11,12 +11,13 @@ import glob
 import re
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
+import yaml
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, RepoCard, get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
@@ -39,6 +40,10 @@ SIGNATURE = (
 )
 NEW_SPACE = {".gitattributes", "README.md", "index.html", "style.css"}  # files of the Hub's own first commit
 PUBLISHED_KINDS = {"gpt2scratch", "gpt2", "apertus"}  # values of model_type
+OWN_TAGS = {*PUBLISHED_KINDS, "from-scratch", "fine-tuned"}
+ADAPTER = "adapter_config.json"
+LOADED_SUBFOLDER = "additional_chat_templates/"
+FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\s*?(?:\n|\Z)", re.DOTALL)
 SIGNATURE_PATTERN = re.compile("<!-- Written by push_to_hub.py, which .*-->")  # also matches lines of older versions
 
 
@@ -89,6 +94,11 @@ def check_access(repository: Repository) -> None:
         kind = (getattr(info, "config", None) or {}).get("model_type", "gpt2scratch")
         if kind not in PUBLISHED_KINDS:
             raise UserError(f"{repo_id} holds a model of type {kind}, which would be replaced; use another name.")
+        if repository.type == "model" and ADAPTER in names:
+            raise UserError(
+                f"{repo_id} holds an adapter ({ADAPTER}), with which the model would not load; delete it there, or use "
+                "another name."
+            )
         if repository.private and not info.private:
             raise UserError(
                 f"{repo_id} exists and is public, so --private has no effect; make it private in its settings on the "
@@ -126,6 +136,22 @@ def published_files(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in files}
 
 
+def metadata_on_hub(repo_id: str) -> dict[str, Any]:
+    """Return the metadata of the card of a model repository that its owner may have set there, such as the license."""
+    with hub_errors(f"read {repo_id}"):
+        if not (HfApi().repo_exists(repo_id) and HfApi().file_exists(repo_id, "README.md")):
+            return {}
+        with tempfile.TemporaryDirectory() as cache, suppress(yaml.YAMLError):
+            page = Path(HfApi().hf_hub_download(repo_id, "README.md", cache_dir=cache))
+            block = FRONT_MATTER.match(page.read_text(encoding="utf-8", errors="replace"))
+            metadata = yaml.safe_load(block[1]) if block else None
+            if isinstance(metadata, dict):
+                tags = metadata.get("tags")
+                own = [tag for tag in tags if tag not in OWN_TAGS] if isinstance(tags, list) else []
+                return {name: value for name, value in metadata.items() if name != "model-index"} | {"tags": own}
+    return {}
+
+
 def upload(folder: Path, repository: Repository) -> CommitInfo:
     """Upload the folder as one commit. Create the repository and the branch if they do not exist.
     In a model repository, files of this project that the folder lacks are deleted; all other files and an edited
@@ -155,8 +181,9 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
         if is_model and "README.md" in names and not is_copy:
             with tempfile.TemporaryDirectory() as cache:
                 card = Path(hub.hf_hub_download(filename="README.md", cache_dir=cache, **on_branch))
-                is_replaceable = SIGNATURE_PATTERN.search(card.read_text(encoding="utf-8", errors="replace"))
-            if is_replaceable is None:
+                page = card.read_text(encoding="utf-8", errors="replace")
+            is_empty = not FRONT_MATTER.sub("", page).strip()  # as the Hub writes it for a license
+            if not is_empty and SIGNATURE_PATTERN.search(page) is None:
                 del paths["README.md"]
                 branch = f" in its branch {repository.branch}" * (repository.branch is not None)
                 print(
@@ -174,7 +201,10 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
 def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None:
     """Download the repository into a separate cache. Raise a `UserError` if a file differs from the uploaded one."""
     with hub_errors(f"read {repo_id} back"):
-        snapshot = Path(HfApi().snapshot_download(repo_id, revision=commit, cache_dir=cache))
+        names = {*HfApi().list_repo_files(repo_id, revision=commit)} - published_files(compare_with).keys()
+        unused = [glob.escape(name) for name in names if not is_loaded(name)]  # of the user, perhaps large
+        options = {"cache_dir": cache, "ignore_patterns": unused}
+        snapshot = Path(HfApi().snapshot_download(repo_id, revision=commit, **options))
     names = [name for name in published_files(compare_with) if name != "README.md"]  # the Hub's own may have been kept
     _, *differences = filecmp.cmpfiles(compare_with, snapshot, names, shallow=False)
     if names := sorted(chain(*differences)):
@@ -182,6 +212,12 @@ def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None
             f"Files of {repo_id} on the Hub differ from the uploaded ones ({', '.join(names[:5])}); run this command "
             f"again."
         )
+
+
+def is_loaded(name: str) -> bool:
+    """Return whether Transformers may load a file of a repository, so that it could conflict with a model there."""
+    is_in_root = "/" not in name or name.startswith(LOADED_SUBFOLDER)
+    return is_in_root and not name.endswith((".gguf", ".onnx"))
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from publishing import demo, verify
 from publishing.card import FolderArguments, model_card
 from publishing.hub_folder import CODE, OUR_CODE, assemble
 from publishing.published_model import PublishedModel, find_folder
-from publishing.upload import SIGNATURE, Repository, published_files, upload
+from publishing.upload import SIGNATURE, Repository, download, published_files, upload
 from tokenizer.encoding.vocabulary import VocabularyArguments, build
 from training import evaluate
 from training.checkpoints.checkpoint import WEIGHTS
@@ -565,7 +565,7 @@ def folder(run):
     return shutil.copytree(run / "hub", run.parent / "assembled")
 
 
-def test_a_second_upload_sends_nothing_new_deletes_stale_files_and_keeps_files_of_the_user(folder, hub, capsys):
+def test_a_second_upload_sends_nothing_new_deletes_stale_files_and_keeps_others(folder, hub, tmp_path, capsys):
     first, repository = upload(folder, MINE), hub["me/tiny"]
     commits = len(repository.commits)
     assert upload(folder, MINE).oid == first.oid
@@ -574,8 +574,12 @@ def test_a_second_upload_sends_nothing_new_deletes_stale_files_and_keeps_files_o
     stale = {"native/config.json", "tiny-F16.gguf"}
     new_files = dict.fromkeys(user_files | stale, File(b"x", False))
     repository.commit("main", repository.commits[repository.branches["main"]] | new_files)
-    upload(folder, MINE)
+    commit = upload(folder, MINE)
     assert repository.files().keys() == ALWAYS | {".gitattributes"} | user_files
+    hub.requests.clear()
+    download("me/tiny", commit.oid, tmp_path, folder)
+    names = {path.rpartition("/")[2] for _, path in hub.requests if "/resolve/" in path}
+    assert names == {Path(name).name for name in ALWAYS} | {".gitattributes", "notes.md"}
     sentence = f"Deleted from me/tiny, because {folder} lacks them: native/config.json, tiny-F16.gguf."
     assert capsys.readouterr().out.splitlines() == [sentence]
 
@@ -584,11 +588,12 @@ def test_an_edited_card_on_the_hub_is_kept(folder, hub, capsys):
     upload(folder, MINE)
     repository = hub["me/tiny"]
     own_card = repository.files()["README.md"]
-    for card, target in ((b"My words. \xff", b"My words. \xff"), (own_card + b"old", own_card)):
+    by_hub = b"---\nlicense: mit\n---\n"  # for a repository that was created there with a license
+    for card, target in ((b"My words. \xff", None), (own_card + b"old", own_card), (by_hub, own_card)):
         files = repository.commits[repository.branches["main"]]
         repository.commit("main", files | {"README.md": File(card, False)})
         upload(folder, MINE)
-        assert repository.files()["README.md"] == target
+        assert repository.files()["README.md"] == (target or card)
     assert capsys.readouterr().out.count("The README.md of me/tiny was edited and is kept; delete it there") == 1
     repository.commit("main", files | {"README.md": File(b"My words.", False)})
     HfApi().create_branch("me/tiny", branch="step-2")  # as if the connection was lost then
@@ -628,6 +633,11 @@ def test_an_interrupted_upload_reports_how_to_resume(spawn, run, tmp_path):
         assert hub["me/tiny"].files().keys() == {".gitattributes"}
 
 
+def with_an_adapter(hub, patch):
+    HfApi().create_repo("me/tiny", private=True)
+    hub["me/tiny"].commit("main", {"adapter_config.json": File(b"{}", False)})
+
+
 DENIED = "Could not access me/tiny:"
 
 
@@ -649,6 +659,7 @@ def with_a_llama(hub, patch):
     ("trouble", "target"),
     [
         (with_a_llama, "me/tiny holds a model of type llama, which would be replaced; use another name"),
+        (with_an_adapter, "me/tiny holds an adapter (adapter_config.json), with which the model would not load"),
         (lambda hub, patch: patch.delenv("HF_TOKEN"), "You are not logged in to the Hub, or the token contains"),
         (with_token("hf_" + "w" * 34), f"{DENIED} the Hub refused: Invalid user token. The token from HF_TOKEN"),
         (with_token("é"), "the token contains invalid characters: run `hf auth login`"),
@@ -682,6 +693,29 @@ def test_a_refusal_of_the_hub_is_one_sentence(folder, hub, tmp_path):
         assert_user_error(target, upload, source, Repository(repo_id))
         assert not hub.large
     assert not {"models/us/tiny", "models/our/tiny"} & {*hub.repositories}
+
+
+def test_what_the_owner_set_on_the_hub_is_kept_and_the_prompt_is_that_of_the_widget(run, hub, checks):
+    push(run, "--license", "mit")
+    repository = hub["me/tiny"]
+    card = ModelCard(repository.files()["README.md"].decode())
+    card.data["license"], card.data["base_model"], card.data["extra_gated_prompt"] = "apache-2.0", "me/old", "Agree."
+    card.data["tags"] = [*card.data["tags"], "mine"]
+    card.data["widget"] = [{"text": "the and"}]
+    files = repository.commits[repository.branches["main"]]
+    repository.commit("main", files | {"README.md": File(str(card).encode(), False)})
+    push(run)
+    card = ModelCard(repository.files()["README.md"].decode())
+    data = card.data.to_dict()
+    assert (data["license"], data["extra_gated_prompt"], data["widget"]) == (
+        "apache-2.0",
+        "Agree.",
+        [{"text": "the and"}],
+    )
+    assert data["tags"] == ["gpt2scratch", "from-scratch", "mine"]
+    assert "base_model" not in data  # of a model that was there before
+    assert "apache-2.0" in card.text
+    assert '("the and", ' in card.text
 
 
 def test_a_folder_without_a_run_is_published_with_its_own_card(run, tmp_path, hub, checks):

@@ -1,6 +1,7 @@
 """Tests of the static page in a real browser: models in ONNX that run in the page itself."""
 
 import json
+import math
 import os
 import random
 import re
@@ -143,9 +144,11 @@ def test_a_text_streams_and_can_be_stopped(address, browser):
     page.start("the")
     page.wait_for("return document.querySelector('.text')?.textContent.length > 30")
     assert not page.browser.find_element("id", "start").is_displayed()
+    assert page.browser.switch_to.active_element.get_attribute("id") == "stop"  # for a keyboard
     page.browser.find_element("id", "stop").click()
     page.wait_until_done()
     assert page.browser.find_element("id", "status").text == "Stopped."
+    assert page.browser.switch_to.active_element.get_attribute("id") == "start"
     assert 1 < int(page.texts(".note")[0].split()[0].replace(",", "")) < 100_000
 
 
@@ -249,8 +252,10 @@ def test_losses_are_those_of_the_gradio_page(address, browser, run, chats):
     for name, folder, note in zip(("tiny", "chats"), (run / "model", chats), page.texts(".note"), strict=False):
         result = score(DemoModel(name, str(folder), []), text)
         number = len(result["losses"])
+        loss, size = sum(result["losses"]), len(text.encode()) - (1 if name == "tiny" else len("The"))
         assert note.startswith(
-            f"mean loss {sum(result['losses']) / number:.2f} nats per token · {number + 1} tokens of "
+            f"mean loss {loss / number:.2f} nats per token · {loss / math.log(2) / size:.2f} bits per byte · "
+            f"{number + 1} tokens of "
         )
     page.choose("tiny", task="watch")
     page.write("t")
