@@ -103,10 +103,7 @@ def publish(
     Return the URL, or None for a dry run."""
     as_branch = f" as {repository.branch}" if repository.branch is not None else ""
     if not dry_run:
-        earlier = metadata_on_hub(repository.id)
-        if release.training is not None:
-            earlier.pop("base_model", None)  # of an earlier model
-        release = replace(release, metadata=earlier | release.metadata)
+        release = release.with_metadata(metadata_on_hub(repository.id))
     reference = expect(release)
     assemble(release, repository, options, hub, reference)
     print(f"{release.folder}{as_branch}:")

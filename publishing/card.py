@@ -24,6 +24,7 @@ from training.report.report import environment
 TEMPLATES = Path(__file__).parent / "templates"
 # Metadata that is not kept from the card of a model folder or of the repository; flags replace the others.
 COMPUTED = {"library_name", "pipeline_tag", "tags", "model-index", "model_name", "eval_results"}
+RESERVED = {"self", "ignore_metadata_errors", *dir(ModelCardData)}  # names that `ModelCardData` uses itself
 VALIDATION = {"eval_loss": "Loss", "eval_perplexity": "Perplexity", "eval_bits_per_byte": "Bits per byte"}
 
 
@@ -89,7 +90,7 @@ def model_card(
         "gguf": gguf,
         "onnx": onnx,
         "onnx_config": onnx_config(config),
-        "license": metadata.license,
+        "license": ", ".join(metadata.license) if isinstance(metadata.license, list) else metadata.license,
         "citation_key": re.sub(r"\W+", "", repository.id).lower(),
         "year": datetime.now(UTC).year,
         **_examples(release),
@@ -104,8 +105,7 @@ def _examples(release: PublishedModel) -> dict[str, Any]:
     training, tokenizer, context = release.training, release.tokenizer, release.model.config.n_positions
     text = ["The quick brown fox jumps over the lazy dog.", *(training.samples if training is not None else [])][-1]
     prompts = [prompt for prompt in (training.config.sampling.sample_prompts if training is not None else []) if prompt]
-    with suppress(*NONSENSE):  # of a page
-        prompts.insert(0, str(release.metadata["widget"][0]["text"]))
+    prompts = [*_widget(release), *prompts]
     if is_chat := tokenizer.chat_template is not None:
         prompts.insert(0, "Hello")
     if encode.is_character(tokenizer.backend_tokenizer):
@@ -114,6 +114,16 @@ def _examples(release: PublishedModel) -> dict[str, Any]:
     text, new_tokens = _cut(text, min(80, context)), min(30, context // 2)
     prompt = _cut((prompts or [text[: max(1, len(text) // 2)]])[0], context - new_tokens)
     return {"prompt": prompt, "text": text, "is_chat": is_chat, "new_tokens": new_tokens}
+
+
+def _widget(release: PublishedModel) -> list[str]:
+    """Return the prompt that the page shows, if the tokenizer has its characters."""
+    with suppress(*NONSENSE):  # of a page
+        text = release.metadata["widget"][0]["text"]
+        is_character = encode.is_character(release.tokenizer.backend_tokenizer)
+        if isinstance(text, str) and (not is_character or set(text) <= release.tokenizer.get_vocab().keys()):
+            return [text] * bool(text)
+    return []
 
 
 def _cut(text: str, tokens: int) -> str:
@@ -126,8 +136,7 @@ def _metadata(release: PublishedModel, repository: Repository, options: FolderAr
     if options.license:
         metadata = {name: value for name, value in metadata.items() if name not in ("license_name", "license_link")}
     values = {"license": options.license and options.license.lower(), "language": options.language}
-    tags = metadata["tags"] if isinstance(metadata.get("tags"), list) else []
-    tags = [kind, *(tag for tag in tags if tag not in ("gpt2scratch", "gpt2", "apertus"))]
+    tags = [kind, *(tag for tag in metadata.get("tags", []) if tag not in ("gpt2scratch", "gpt2", "apertus"))]
     if training is not None:
         if (name := training.config.run.init_from) is None:
             tags.insert(1, "from-scratch")
@@ -151,7 +160,7 @@ def _metadata(release: PublishedModel, repository: Repository, options: FolderAr
         library_name="transformers" if options.has_weights else "transformers.js",
         pipeline_tag="text-generation",
         tags=tags,
-        **{str(name): value for name, value in metadata.items() if name not in COMPUTED},
+        **{str(name): value for name, value in metadata.items() if name not in COMPUTED | RESERVED},
         **({"model_name": repository.id.split("/")[1], "eval_results": results} if results else {}),
     )
 

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from common.errors import NONSENSE, UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from modeling_gpt2scratch.loading import CONFIG, TOKENIZER, own_file, tokenizer_files
 from modeling_gpt2scratch.prompts import add_turn_end
-from publishing.upload import FRONT_MATTER, SIGNATURE_PATTERN
+from publishing.upload import FRONT_MATTER, SIGNATURE_PATTERN, metadata_of
 from tokenizer.encoding import vocabulary
 from tokenizer.store.store import TokenStore
 from training.checkpoints import checkpoint as checkpoints
@@ -32,6 +32,7 @@ from training.data.run_data import find_recorded_store
 from training.report.report import evaluation_of, facts_of, sections_of
 
 ROOT_PAGE = "docs/root_model.md"  # page of the model in this repository, whose README.md is about the repository
+LICENSE = {"license", "license_name", "license_link"}  # metadata that belong together
 HARNESS = "https://github.com/EleutherAI/lm-evaluation-harness"
 
 
@@ -100,6 +101,17 @@ class PublishedModel:
             harness=_harness_results(home, folder),
             plots=[plot for plot in run.plots.values() if plot.is_file()] if run is not None else [],
         )
+
+    def with_metadata(self, earlier: dict[str, Any]) -> "PublishedModel":
+        """Return the model with the metadata of its repository where its own page has none, without those about the
+        earlier model."""
+        dropped = set(LICENSE) if LICENSE & self.metadata.keys() else set()
+        if self.training is not None:
+            dropped |= {"datasets", "metrics"}
+            dropped |= {"base_model", "base_model_relation"} if self.training.config.run.init_from is None else set()
+        tags = [*self.metadata.get("tags", []), *earlier.get("tags", [])]
+        metadata = {name: value for name, value in earlier.items() if name not in dropped}
+        return replace(self, metadata=metadata | self.metadata | {"tags": list(dict.fromkeys(tags))})
 
 
 def find_folder(path: Path, choice: str | None) -> Path:
@@ -178,14 +190,13 @@ def read_page(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the metadata and the sections of a page that was written by hand. Both are empty if it does not exist.
     Raise a `UserError` if the metadata is not YAML."""
     page = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    block = FRONT_MATTER.match(page)
     try:
-        metadata = yaml.safe_load(block[1]) if block else None
+        metadata = metadata_of(page)
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"The metadata of {path} is not YAML: {' '.join(str(error).split())}; correct it.") from error
-    sections = sections_of(SIGNATURE_PATTERN.sub("", page[block.end() if block else 0 :]).strip())
+    sections = sections_of(SIGNATURE_PATTERN.sub("", FRONT_MATTER.sub("", page)).strip())
     sections[""] = re.sub(r"\A# .*\n*", "", sections[""]).strip()
-    return metadata if isinstance(metadata, dict) else {}, sections
+    return metadata, sections
 
 
 def _harness_results(home: RunFolder, folder: Path) -> list[EvalResult]:

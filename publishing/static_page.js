@@ -228,7 +228,9 @@ async function score(model, text) {
     pieces.at(-1).text += special ?? decoder.decode(model.tokenizer.bytes.get(id), { stream: true });
     if (i) pieces.at(-1).value += losses[i - 1];
   });
-  return { pieces, losses, tokens: all.length };
+  const bytesOf = (id) => (model.tokenizer.bytes.get(id).length || utf8.encode(model.tokenizer.special.get(id)).length);
+  const bytes = ids.slice(1).reduce((sum, id) => sum + bytesOf(id), 0);
+  return { pieces, losses, tokens: all.length, bytes };
 }
 
 const highest = (logits) => logits.reduce((a, b) => Math.max(a, b));
@@ -288,15 +290,15 @@ async function run() {
   if (task().run === chat) checked.sort((a, b) => Boolean(b.chat) - Boolean(a.chat));
   const chosen = checked.slice(0, task().models);
   job = { stop: new AbortController(), get isStopped() { return this.stop.signal.aborted; } };
-  const isFocused = document.activeElement === find("#start"); // with a keyboard
+  const isByKeyboard = find("#start").matches(":focus-visible");
   [find("#start").hidden, find("#stop").hidden] = [true, false];
-  if (isFocused) find("#stop").focus();
+  if (isByKeyboard) find("#stop").focus({ preventScroll: true });
   find("#status").textContent = chosen.length ? "Running." : "Choose a model.";
   find("#results").replaceChildren();
   if (chosen.length) await task().run(chosen.map(card), find("#prompt").value, settings).catch(report);
   const waits = [find("#stop"), document.body].includes(document.activeElement);
   [find("#start").hidden, find("#stop").hidden] = [false, true];
-  if (isFocused && waits) find(task().run === chat ? "#prompt" : "#start").focus();
+  if (isByKeyboard && waits) find(task().run === chat ? "#prompt" : "#start").focus({ preventScroll: true });
   if (find("#status").textContent === "Running.") find("#status").textContent = job.isStopped ? "Stopped." : "Done.";
 }
 
@@ -378,11 +380,10 @@ async function watch(cards, text) {
   const scores = [];
   for (const it of cards) {
     await it.attempt(async (model) => {
-      const { pieces, losses, tokens } = await score(model, text);
+      const { pieces, losses, tokens, bytes } = await score(model, text);
       scores.push(pieces);
       color(it.text, pieces, [1, 2, 4, 8]);
       const mean = (losses.reduce((a, b) => a + b) / losses.length).toFixed(2);
-      const bytes = utf8.encode(pieces.map(({ text, value }) => (value === null ? "" : text)).join("")).length;
       const bits = bytes ? ` · ${(losses.reduce((a, b) => a + b) / Math.LN2 / bytes).toFixed(2)} bits per byte` : "";
       it.note.textContent = `mean loss ${mean} nats per token${bits} · ${count(losses.length + 1, "token")} of ${tokens} · underlined from 1, 2, 4 and 8`;
     });

@@ -42,7 +42,7 @@ NEW_SPACE = {".gitattributes", "README.md", "index.html", "style.css"}  # files 
 PUBLISHED_KINDS = {"gpt2scratch", "gpt2", "apertus"}  # values of model_type
 OWN_TAGS = {*PUBLISHED_KINDS, "from-scratch", "fine-tuned"}
 ADAPTER = "adapter_config.json"
-LOADED_SUBFOLDER = "additional_chat_templates/"
+LOADED_SUBFOLDERS = ("additional_chat_templates/", "native/")
 FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\s*?(?:\n|\Z)", re.DOTALL)
 SIGNATURE_PATTERN = re.compile("<!-- Written by push_to_hub.py, which .*-->")  # also matches lines of older versions
 
@@ -141,15 +141,27 @@ def metadata_on_hub(repo_id: str) -> dict[str, Any]:
     with hub_errors(f"read {repo_id}"):
         if not (HfApi().repo_exists(repo_id) and HfApi().file_exists(repo_id, "README.md")):
             return {}
-        with tempfile.TemporaryDirectory() as cache, suppress(yaml.YAMLError):
+        with tempfile.TemporaryDirectory() as cache:
             page = Path(HfApi().hf_hub_download(repo_id, "README.md", cache_dir=cache))
-            block = FRONT_MATTER.match(page.read_text(encoding="utf-8", errors="replace"))
-            metadata = yaml.safe_load(block[1]) if block else None
-            if isinstance(metadata, dict):
-                tags = metadata.get("tags")
-                own = [tag for tag in tags if tag not in OWN_TAGS] if isinstance(tags, list) else []
-                return {name: value for name, value in metadata.items() if name != "model-index"} | {"tags": own}
+            page = page.read_text(encoding="utf-8", errors="replace")
+    with suppress(ValueError, yaml.YAMLError):
+        metadata = metadata_of(page)
+        metadata.pop("model-index", None)
+        return metadata | {"tags": [tag for tag in metadata.get("tags", []) if tag not in OWN_TAGS]}
     return {}
+
+
+def metadata_of(page: str) -> dict[str, Any]:
+    """Return the metadata at the beginning of a page. Raise a `ValueError` or `YAMLError` if they are not YAML."""
+    block = FRONT_MATTER.match(page)
+    metadata = yaml.safe_load(block[1]) if block else None
+    if not isinstance(metadata, dict):
+        return {}
+    tags, language = (metadata.get(name) for name in ("tags", "language"))
+    metadata["tags"] = [tag for tag in tags if isinstance(tag, str)] if isinstance(tags, list) else []
+    if language is False or (isinstance(language, list) and False in language):  # `no`, Norwegian, in YAML 1.1
+        metadata["language"] = ["no" if name is False else name for name in language or ["no"]]
+    return metadata
 
 
 def upload(folder: Path, repository: Repository) -> CommitInfo:
@@ -216,7 +228,7 @@ def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None
 
 def is_loaded(name: str) -> bool:
     """Return whether Transformers may load a file of a repository, so that it could conflict with a model there."""
-    is_in_root = "/" not in name or name.startswith(LOADED_SUBFOLDER)
+    is_in_root = "/" not in name or name.startswith(LOADED_SUBFOLDERS)
     return is_in_root and not name.endswith((".gguf", ".onnx"))
 
 

@@ -141,11 +141,12 @@ def test_texts_side_by_side_are_those_of_generate_and_the_page_loads_nothing_els
 def test_a_text_streams_and_can_be_stopped(address, browser):
     page = StaticPage(browser, address)
     page.choose("letters", length=100_000)
-    page.start("the")
+    page.browser.execute_script("document.querySelector('#prompt').value = 'the'")
+    page.browser.find_element("id", "start").send_keys("\n")
     page.wait_for("return document.querySelector('.text')?.textContent.length > 30")
     assert not page.browser.find_element("id", "start").is_displayed()
-    assert page.browser.switch_to.active_element.get_attribute("id") == "stop"  # for a keyboard
-    page.browser.find_element("id", "stop").click()
+    assert page.browser.switch_to.active_element.get_attribute("id") == "stop"
+    page.browser.switch_to.active_element.send_keys("\n")
     page.wait_until_done()
     assert page.browser.find_element("id", "status").text == "Stopped."
     assert page.browser.switch_to.active_element.get_attribute("id") == "start"
