@@ -1,5 +1,6 @@
 """Text on a terminal."""
 
+import sys
 from typing import TextIO
 
 # All but tab and line breaks: names in the files of others may contain escape codes, and a model can generate them.
@@ -9,3 +10,7 @@ CONTROL = dict.fromkeys([*range(9), 11, 12, *range(14, 32), *range(127, 160)], "
 def printable(text: str, output: TextIO | None) -> str:
     """Return `text` for `output`, on a terminal with U+FFFD in place of control characters."""
     return text.translate(CONTROL) if output is not None and output.isatty() else text
+
+
+def show(text: str) -> None:
+    print(printable(text, sys.stdout))

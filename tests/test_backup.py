@@ -263,7 +263,7 @@ def test_checkpoints_of_another_run_are_not_replaced(make, tmp_path):
     copies.begin(2, may_replace=False)  # resumed
     copies.submit()
     copies.finish()
-    assert "it is the backup of another run; choose another" in output[0]
+    assert "it is the backup of another run; move that folder away" in output[0]
     assert names(copies.there) == ["step_00000001"]
     for folder in (tmp_path, tmp_path / "x", tmp_path / "x" / "checkpoints"):
         assert "into the run's own folder" in next(BackupArguments(str(folder)).problems(tmp_path / "x"))

@@ -137,10 +137,15 @@ def test_packing_is_deterministic_and_keeps_other_files(made, tmp_path):
     assert archive.read_bytes() == b"mine"
     archive.unlink()
     (tmp_path / "secret").write_text("a token")
-    for name in ("tokenizer/notes.json", "notes.json"):
-        (made.folder / name).symlink_to(tmp_path / "secret")
-    for folder in (unpacked(export.to_archive(made)), export.to_parquet(made)):
-        assert "notes.json" not in {Path(name).name for name in contents(folder)}
+    for link in (made.folder / "tokenizer/notes.json", made.folder / "notes.json"):
+        link.symlink_to(tmp_path / "secret")
+        for function in (export.to_archive, export.to_parquet):
+            assert_user_error(r"notes\.json is a link out of the store", function, made)
+        link.unlink()
+    assert not archive.exists()
+    (made.folder / "val.bin").rename(tmp_path / "val.bin")
+    (made.folder / "val.bin").symlink_to(tmp_path / "val.bin")
+    assert export.to_archive(made).read_bytes() == original.read_bytes()
     archive.unlink()
     path = made.folder / "train.bin"
     path.write_bytes(path.read_bytes()[:-2] + b"\1\0")

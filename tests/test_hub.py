@@ -283,7 +283,7 @@ def test_named_data_are_read_at_a_commit_that_the_store_records(tmp_path, launch
     (tmp_path / "mine.yaml").write_text(f"dataset: user/name\nchat_template: {tmp_path}/own.jinja\n")
     settings = []
     for template in ("a", "b"):
-        (tmp_path / "own.jinja").write_text(template)
+        (tmp_path / "own.jinja").write_text("{{ messages }}" + template)
         settings.append(Recipe([f"{tmp_path}/mine.yaml"]).settings())
     assert settings[0] != settings[1]
     assert (stories.sources, stories.hub_datasets) == (["tinystories"], ["roneneldan/TinyStories"])

@@ -28,7 +28,7 @@ from typing import Any, Literal
 from common.command_line import FlagParser, run
 from common.errors import Problems, UserError
 from common.limits import setting
-from common.terminal import printable
+from common.terminal import show
 from tokenizer.build import export, store_builder
 from tokenizer.build.imported import ImportArguments, import_store
 from tokenizer.build.recipe import SEED, Recipe
@@ -132,7 +132,7 @@ def parse(arguments: list[str], given: dict[str, GivenDataset]) -> tuple:
 
 def build(options: PretokenizeArguments, ids: ImportArguments, recipe: Recipe) -> TokenStore | None:
     """Build the store, and what `compress` and `export` ask for. Return None after a shard."""
-    say = (lambda text: None) if options.quiet else lambda text: print(printable(text, sys.stdout))
+    say = (lambda text: None) if options.quiet else show
     folder = Path(options.output).expanduser()
     if ids.import_tokens is not None:
         store = import_store(ids, recipe.vocabulary.tokenizer, recipe.corpus.validation_fraction, folder, say)

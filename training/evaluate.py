@@ -15,7 +15,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -237,16 +237,18 @@ def main(arguments: list[str]) -> None:
             show_evaluation(results)
         if results_folder is not None and results.keys() & {"panel", "memorization", "tasks"}:
             keep_evaluation(results, results_folder, store, hashes)
-            if results_folder.report.is_file():
+            if results_folder.is_run() and results_folder.report.is_file():
                 _update_page(results_folder)
 
 
 def _update_page(run: RunFolder) -> None:
-    try:
-        with locked(run.path, lambda text: None, patience=0):
-            add_evaluation(run)
-    except UserError as error:
-        print(f"{run.report} is not changed: {error}", file=sys.stderr)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(run.path, lambda text: None, patience=0))
+        except UserError:
+            print(f"{run.report} is not changed, because another command uses the run.", file=sys.stderr)
+            return
+        add_evaluation(run)
 
 
 if __name__ == "__main__":

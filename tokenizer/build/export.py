@@ -55,9 +55,15 @@ def to_archive(store: TokenStore) -> Path:
 
 
 def _files_of(store: TokenStore) -> set[Path]:
-    """Return the files of a store, without links out of its folder, whose content would be published."""
+    """Return the files of a store. Raise a `UserError` for a link out of its folder, whose content would be published;
+    those to token ids, whose hashes were checked, are followed."""
     files = {file for pattern in STORE_FILES for file in store.folder.glob(pattern) if file.is_file()}
-    return {file for file in files if not leads_out(file, store.folder)}
+    for file in files:
+        if file.suffix not in (".bin", ".index") and leads_out(file, store.folder):
+            raise UserError(
+                f"{file} is a link out of the store, whose content would be exported; replace it by the file."
+            )
+    return files
 
 
 def _begins_with(archive: Path, metadata: bytes) -> bool:

@@ -23,6 +23,7 @@ from common.errors import Problems, UserError, counted, disk_errors, require_roo
 from common.machine import cores, free_memory
 from common.progress import track
 from common.removal import MARK, discard, is_marked, mark, renew
+from common.terminal import show
 from tokenizer.build import report
 from tokenizer.build.merge import Merger
 from tokenizer.build.recipe import Recipe
@@ -64,7 +65,7 @@ CACHE_REMEDY = "tokenize with python -m tokenizer.pretokenize --output on anothe
 def pretokenize(
     recipe: Recipe,
     folder: Path,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = show,
     num_proc: int | None = None,
     shard: tuple[int, int] | None = None,
     is_merge: bool = False,
@@ -362,7 +363,7 @@ class StoreBuilder:
         start_bytes, total = counts.bytes, len(remainder)
         self.workers.start(total)
         done = self.workers.process(self.work, remainder, limit)
-        for number, part in enumerate(track(done, "Encoding", self.say is print and total > 1, total), start=1):
+        for number, part in enumerate(track(done, "Encoding", self.say is show and total > 1, total), start=1):
             parts[part.unit] = part
             counts.add(part.counts)
             self.corpus.check(counts, is_all=False)

@@ -19,7 +19,6 @@ CHATML = (
 )
 TURN_MARK = re.compile(r"<\|\w+\|>")
 MASKS = range(0x100000, 0x10FFFE)  # private-use characters that mask text that looks like a control token
-TRIAL = [{"role": role, "content": f"gpt2scratch-{role}"} for role in ("user", "assistant")]  # tries a template
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}  # role names of ShareGPT
 
 
@@ -46,10 +45,10 @@ class ChatTemplate:
             raise UserError(
                 f"The chat template {name} cannot be read ({error}); give a Jinja file, or chatml."
             ) from error
+        if "{{" not in source and "{%" not in source:
+            raise UserError(f"{name} does not write the messages of a chat; give a Jinja template, or chatml.")
         try:
-            text = "".join(text for text, _ in ChatTemplate(source, ()).segments(TRIAL))
-            if not any(message["content"] in text for message in TRIAL):
-                raise UserError(f"{name} does not write the messages of a chat; give a Jinja template, or chatml.")
+            ChatTemplate(source, ()).segments([{"role": "user", "content": ""}])
         except ValueError as error:  # only the syntax is checked; a template may refuse this chat
             if isinstance(syntax := error.__cause__, TemplateSyntaxError):
                 raise UserError(f"{name}, line {syntax.lineno}: {syntax.message}; correct the template.") from error

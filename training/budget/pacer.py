@@ -48,7 +48,7 @@ class Pacer:
         self.deadline = None
         settings = {"max_steps": plan.max_steps} | self._earlier_end_of_second_targets()
         self.config = self.config.with_settings(settings | {"max_train_tokens": None})
-        self.run.start.state.settings |= settings
+        self.run.start.state.settings.update(settings)
         log.say(f"Budget:  the run has {plan.max_steps:,} steps, by the measured speed. This number is now final.")
         on_main(self.run.accelerator, lambda: self._write(step))
 
@@ -66,10 +66,11 @@ class Pacer:
         return max(step + 1, int(min(step_limit, step + room / (seconds / steps + validations))))
 
     def _earlier_end_of_second_targets(self) -> dict[str, int]:
-        """Return `second_target_steps` if the final length is so much less than the first estimate, from which they
-        were chosen, that second targets would count for too long, or up to the end."""
+        """Return `second_target_steps` if the final length is less than the first estimate, from which they were
+        chosen: second targets would count for too long, or up to the end."""
         last = max(1, round(SECOND_TARGET_SHARE * self.run.plan.max_steps))
-        is_given = "second_target_steps" in self.config.flags | self.config.in_file
+        resumes = "resume_from_checkpoint" in self.config.flags  # from a file with the choice itself
+        is_given = "second_target_steps" in self.config.flags | (set() if resumes else self.config.in_file)
         is_late = not is_given and (self.config.optim.second_target_steps or 0) > last
         return {"second_target_steps": last} if is_late else {}
 

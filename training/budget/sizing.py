@@ -372,7 +372,8 @@ class Sizer:
             "lr_scheduler_type": "warmup_stable_decay",
             "weight_average": scaling.average_horizon(steps, steps * batch / self.tokens),
             "second_target_weight": second_weight,
-            # A number, so that the settings of a run whose length follows the measured speed give the same weights.
+            # A number, so that the settings of a run whose length follows the measured speed give the same weights,
+            # unless the run became shorter (`Pacer`).
             "second_target_steps": max(1, round(SECOND_TARGET_SHARE * steps)) if second_weight else None,
             "induction_init": has_circuit and not any(induction_problems(model)),
             "load_best_model_at_end": steps * batch > self.tokens,

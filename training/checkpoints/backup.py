@@ -216,8 +216,12 @@ class Backup:
         if not self.is_made:  # created only once: if it is missing later, the drive is gone; keep its mount point empty
             if not may_hold_run(self.there):
                 raise OSError("it is not a backup of a run; choose another --backup_dir")
-            if read_events(self.there.events) and not (self.may_replace or self.holds_this_run()):
-                raise OSError("it is the backup of another run; choose another --backup_dir or --output_dir")
+            is_other = complete_checkpoints(backup) and read_events(self.there.events) and not self.holds_this_run()
+            if is_other and not self.may_replace:
+                raise OSError(
+                    "it is the backup of another run; move that folder away, or choose another --backup_dir or "
+                    "--output_dir"
+                )
             self.there.path.mkdir(exist_ok=True)
             mark(self.there.path, "run")
             self.is_made = True

@@ -54,15 +54,17 @@ class LearningCheck:
         config = self.model.config
         if self.first_loss is None:
             self.first_loss, lowest = losses[0], math.log(config.vocab_size)
-            highest = lowest
+            highest, usual = lowest, f"{lowest:.2f}, their logarithm"
             if config.is_modern and config.tie_word_embeddings:  # predicts the input, which may be the target, too
-                highest = math.log(config.vocab_size + math.exp(config.n_embd * config.initializer_range))
+                own = config.n_embd * config.initializer_range
+                highest = own + math.log1p(config.vocab_size * math.exp(-own))
+                usual += f", to {highest:.2f}"
             # Logits of variance n_embd * initializer_range^2 add half of it to the loss. Twice as much is allowed.
             distance = FAR + config.n_embd * config.initializer_range**2
             if not lowest - distance <= self.first_loss <= highest + distance:
                 yield (
                     f"The first loss is {self.first_loss:.2f}, but a new model with {config.vocab_size:,} tokens "
-                    f"starts near {lowest:.2f}, their logarithm. Check what you changed in the model, or compare with "
+                    f"starts near {usual}. Check what you changed in the model, or compare with "
                     "--torch_compile false."
                 )
         if step >= LONG and self.plan.after(step).tokens >= self.model.num_parameters():

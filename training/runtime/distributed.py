@@ -102,8 +102,9 @@ def start_accelerator(setup: Setup, trackers: list[str] | None, output_dir: str,
         if "gloo" not in str(error).lower():
             raise
         raise UserError(
-            "The processes of the job cannot connect to each other: set --main_process_ip to an IP address, and open "
-            f"all TCP ports between the machines ({str(error).splitlines()[0][:300]})."
+            "The processes of the job cannot connect to each other: set --main_process_ip to an IP address, correct or "
+            "unset GLOO_SOCKET_IFNAME, and open all TCP ports between the machines "
+            f"({str(error).splitlines()[0][:300]})."
         ) from error
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if world_size != accelerator.num_processes:

@@ -32,7 +32,7 @@ class OptimArguments:
         None, "Peak rate of the embeddings. Default: learning_rate; with muon by width.", above=0, maximum=100
     )
     head_learning_rate: float | None = setting(
-        None, "Peak rate of the head, with muon also of vectors. Defaults as above.", above=0, maximum=100
+        None, "Peak rate of the head, with muon also of vectors and positions. Defaults as above.", above=0, maximum=100
     )
     min_learning_rate: float = setting(
         6e-5, "learning_rate of the last step, with muon 0; other rates fall alike.", minimum=0, maximum=100
