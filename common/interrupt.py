@@ -1,7 +1,7 @@
 """Handle Ctrl-C while a command imports its libraries, which takes seconds: exit code 130 and one word, no traceback.
 Meanwhile, garbage is rarely collected, because that takes a sixth of the time.
 
-Each command imports this module first. In other programs, such as tests and scripts next to the commands, it does nothing.
+Each command imports this module first. In others, such as tests and scripts next to the commands, it does nothing.
 `common.command_line.run` takes over later.
 """
 
