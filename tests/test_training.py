@@ -271,6 +271,11 @@ def test_save_total_limit_keeps_the_newest_and_the_best_which_may_become_the_mod
     assert find_folder(run, None) == checkpoints[name]
     train(run, load_best_model_at_end=True, **settings)
     assert_equal(weights(run), load_file(checkpoints[name] / "model.safetensors"))
+    best_weights = weights(run)
+    checkpoints[name].rename(tmp_path / "away")  # model/ is the only copy
+    train(run, load_best_model_at_end=True, **settings)
+    assert_equal(weights(run), best_weights)
+    (tmp_path / "away").rename(checkpoints[name])
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 0, "eval_loss": 0.1}\n')  # better, but not saved
     prune(run / "checkpoints", 1, run / "metrics.jsonl")

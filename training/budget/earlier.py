@@ -55,6 +55,4 @@ class EarlierRun:
         """Return the seconds since the start of this process, and of the run's earlier processes."""
         if restarted().get("has_begun"):  # the process is that of before, also while the text was tokenized
             return 3600 * hours(self.events, datetime.now(UTC), time.monotonic())
-        start = psutil.Process().create_time()
-        events = [event for event in self.events if datetime.fromisoformat(event["time"]).timestamp() < start]
-        return time.time() - start + 3600 * hours(events)
+        return time.time() - psutil.Process().create_time() + 3600 * hours(self.events)  # it has written none yet

@@ -21,7 +21,7 @@ from training.checkpoints.run_folder import (
     repository_name,
     run_of,
 )
-from training.checkpoints.status import record, starts_in_force, write_status
+from training.checkpoints.status import read_status, record, starts_in_force, write_status
 from training.data.run_data import RunData
 from training.evaluation.sampling import SamplingArguments
 from training.plan.plan import Plan
@@ -72,8 +72,6 @@ def _write_beginning(run: Run, arguments: RunArguments, config: str, estimate: d
     if run.backup is not None:
         is_rolled_back = "passed_over" in restarted()
         run.backup.begin(start.step, may_replace=discards_steps(run, arguments) or is_rolled_back)
-        if own_checkpoint is not None:
-            run.backup.submit()
     write_status(folder.status, "running", start.step)
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
     hardware = describe(run.accelerator, run.setup, run.plan.model)
@@ -85,6 +83,8 @@ def _write_beginning(run: Run, arguments: RunArguments, config: str, estimate: d
     if facts := restarted():
         details["because"] = facts["because"]
     record(folder.events, "begun" if start.checkpoint is None else "resumed", start.step, **details)
+    if run.backup is not None and own_checkpoint is not None:
+        run.backup.submit()
 
 
 def discards_steps(run: Run, arguments: RunArguments) -> bool:
@@ -161,7 +161,9 @@ def finish_again(run: Run, optim: OptimArguments, chooses_best: bool, has_new_le
 
 def _complete(run: Run, chooses_best: bool) -> None:
     folder, start = run.folder, run.start
-    if not (chooses_best and _choose_best_model(run)):
+    was_finished = read_status(folder.status).get("state") == "finished"
+    has_only_copy = (folder.model / checkpoints.WEIGHTS).is_file() and folder.checkpoint_of_model() is None
+    if not (was_finished and has_only_copy) and not (chooses_best and _choose_best_model(run)):
         with disk_errors(folder.path):
             checkpoints.renew_model(start.checkpoint, folder.model)
     write_status(folder.status, "finished", start.step)
