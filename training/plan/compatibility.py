@@ -106,7 +106,7 @@ def compare(
             consequence = ""
             if name == "tokenizer" and name in settings.values:  # the text is tokenized for this run
                 words = join(["--tokenizer", str(run_of(checkpoint) / "model"), "--allow_change", "data"])
-                consequence = f", with which ids get other meanings; to keep the run's vocabulary on other text, add {words}"
+                consequence = f", and ids get other meanings; to keep the run's vocabulary on other text, add {words}"
             refusals.append(f"{sentence}; {origin}if this is intended, add --allow_change {name}{consequence}")
     if str(checkpoint_model.dtype) not in ("None", "float32", "torch.float32"):
         refusals.append(f"its weights are {checkpoint_model.dtype}, but training needs float32")

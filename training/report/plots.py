@@ -48,11 +48,17 @@ def plot_loss(entries: list[dict[str, Any]], until: dict[int, float], path: Path
     tokens, seconds = [entry["tokens"] for entry in train], np.array([until[step] for step in steps])
     unit, name = next((unit, name) for unit, name in UNITS if seconds[-1] >= 2 * unit or unit == 1)
 
+    evaluated = [entry["step"] for entry in evaluations]
+    places_by_tokens = np.interp(evaluated, [0, *steps], [0, *tokens])  # between two log lines
+    places_by_time = np.array([until[step] for step in evaluated]) / unit
+
     def draw(figure: Any) -> None:
         by_tokens, by_time = figure.subplots(1, 2, sharey=True)
-        for axes, at, label in ((by_tokens, tokens, "tokens"), (by_time, seconds / unit, f"{name} of training")):
+        for axes, at, places, label in (
+            (by_tokens, tokens, places_by_tokens, "tokens"),
+            (by_time, seconds / unit, places_by_time, f"{name} of training"),
+        ):
             _curve(axes, list(zip(at, [entry["loss"] for entry in train], strict=True)), "training")
-            places = np.interp([entry["step"] for entry in evaluations], [0, *steps], [0, *at])  # between two log lines
             losses = [comparable_loss(entry) for entry in evaluations]
             axes.plot(places, losses, color=ORANGE, marker="o", markersize=4, linewidth=1.5, label="validation")
             axes.set_xlabel(label)
@@ -149,7 +155,7 @@ def _curve(axes: Any, points: list[tuple[float, float]], label: str) -> None:
     if points:
         groups = np.array_split(np.array(points), min(len(points), MOST_POINTS))
         x, y = np.array([group.mean(axis=0) for group in groups]).T
-        axes.plot(x, y, color=BLUE, label=label)
+        axes.plot(x, y, color=BLUE, label=label, marker="." if len(x) == 1 else "")
 
 
 def _in_thousands(axis: Any) -> None:
