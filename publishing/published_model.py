@@ -104,7 +104,7 @@ class PublishedModel:
 
     def with_metadata(self, earlier: dict[str, Any]) -> "PublishedModel":
         """Return the model with the metadata of its repository where its own page has none, without those about the
-        earlier model."""
+        earlier model. Tags are joined."""
         dropped = set(LICENSE) if LICENSE & self.metadata.keys() else set()
         if self.training is not None:
             dropped |= {"datasets", "metrics"}

@@ -137,10 +137,10 @@ def test_packing_is_deterministic_and_keeps_other_files(made, tmp_path):
     assert archive.read_bytes() == b"mine"
     archive.unlink()
     (tmp_path / "secret").write_text("a token")
-    for link in (made.folder / "tokenizer/notes.json", made.folder / "notes.json"):
+    for link in (made.folder / "tokenizer/notes.json", made.folder / "notes.bin"):
         link.symlink_to(tmp_path / "secret")
         for function in (export.to_archive, export.to_parquet):
-            assert_user_error(r"notes\.json is a link out of the store", function, made)
+            assert_user_error(r"notes\.\w+ is a link out of the store", function, made)
         link.unlink()
     assert not archive.exists()
     (made.folder / "val.bin").rename(tmp_path / "val.bin")

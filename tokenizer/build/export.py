@@ -56,13 +56,13 @@ def to_archive(store: TokenStore) -> Path:
 
 def _files_of(store: TokenStore) -> set[Path]:
     """Return the files of a store. Raise a `UserError` for a link out of its folder, whose content would be published;
-    those to token ids, whose hashes were checked, are followed."""
+    those to files whose hashes were checked are followed, and those to old indexes, which nothing reads, left out."""
     files = {file for pattern in STORE_FILES for file in store.folder.glob(pattern) if file.is_file()}
-    for file in files:
-        if file.suffix not in (".bin", ".index") and leads_out(file, store.folder):
-            raise UserError(
-                f"{file} is a link out of the store, whose content would be exported; replace it by the file."
-            )
+    checked = {store.folder / name for name in store.metadata.files}
+    links = {file for file in files - checked if leads_out(file, store.folder)}
+    files -= {file for file in links if file.suffix == ".idx"}
+    for file in links & files:
+        raise UserError(f"{file} is a link out of the store, whose content would be exported; replace it by the file.")
     return files
 
 
@@ -83,12 +83,12 @@ def to_parquet(store: TokenStore) -> Path:
             return folder
         raise UserError(f"{folder} exists and is not an export of {store.folder}; move it away or delete it.")
     store.check_hashes()
-    files = ("data/*.parquet", "tokenizer/*", "README.md")
+    files, copied = ("data/*.parquet", "tokenizer/*", "README.md"), _files_of(store)
     with disk_errors(folder), unfinished_path(folder.resolve(), ".exporting", files) as draft:
         (draft / "data").mkdir()
         for split in SPLITS:
             _write_shards(store, split, draft / "data")
-        for file in _files_of(store):
+        for file in copied:
             if (copy := draft / file.relative_to(store.folder)).parent != draft:
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, copy)

@@ -25,7 +25,7 @@ DAMAGE = (ValueError, OSError, EOFError, IndexError, RecursionError, csv.Error, 
 TOLERATED_SHARE = 0.01  # up to this share, unclean text is replaced or skipped, and counted
 # Binary files whose heads can have little more than text: PDF, Parquet, Avro, NumPy, tar.
 SIGNATURES = re.compile(rb"%PDF-|PAR1[^ -~]|Obj\x01|\x93NUMPY|.{257}ustar", re.DOTALL)
-JAPANESE = re.compile(rb"\x1b\$[B@][^\x1b]*")  # in ISO-2022-JP, whose bytes are all ASCII
+JAPANESE = re.compile(rb"\x1b\$[B@][\n -~]*")  # in ISO-2022-JP, whose bytes are all ASCII
 NOT_OF_TEXT = bytes({*range(32), 127} - {*b"\a\b\t\n\f\r\x1b"})  # control characters
 
 
@@ -123,7 +123,7 @@ def check_text(head: bytes, path: str, may_skip: bool = False) -> None:
         if path.endswith(PACKED_STORE):
             remedy += f"; if it is a packed token store, unpack it with {unpack_command(path)}"
         raise BinaryError(f"{path} is a binary file; {remedy}.")
-    if head.isascii() and sum(map(len, JAPANESE.findall(head))) > limit:
+    if sum(map(len, JAPANESE.findall(head))) > limit:
         raise UnreadableError(f"{path} is ISO-2022-JP text; save it as UTF-8.")
     if may_skip and invalid > limit:
         place = f"{invalid:,} of the first {len(head):,} bytes are invalid, the first in line {first_bad_line(path):,}"

@@ -179,8 +179,6 @@ class Backup:
             )
         elif self.copied:
             self.say(f"Backup:  {self.copied} is in {self.there.path}")
-        with suppress(OSError):  # the checkpoint that was being copied at the last save
-            checkpoints.prune(self.run.checkpoints, self.limit, self.run.metrics, self.copying)
 
     def update(self) -> None:
         """Copy the run's logs and its newest checkpoint to the drive, and delete checkpoints of later steps there.

@@ -88,11 +88,10 @@ def hours(events: list[dict[str, Any]], end: datetime | None = None, clock: floa
     the sleep of a laptop, which its monotonic clock leaves out."""
     if end is not None:
         events = [*events, {"event": "end", "time": end.isoformat(), "clock": clock}]
-    seconds, runs = 0.0, True
-    for before, after in pairwise(events):
-        if before["event"] in ("begun", "resumed", "stopped", "failed", "finished"):  # a backup may fail after the end
-            runs = before["event"] in ("begun", "resumed")
-        if runs and after["event"] not in ("begun", "resumed"):
+    seconds = 0.0
+    # A backup may fail days after the end of a run, or before the next start.
+    for before, after in pairwise(event for event in events if event["event"] != "backup_failed"):
+        if after["event"] not in ("begun", "resumed"):
             span = (datetime.fromisoformat(after["time"]) - datetime.fromisoformat(before["time"])).total_seconds()
             if None not in (before.get("clock"), after.get("clock")):  # older versions wrote none
                 span = after["clock"] - before["clock"]

@@ -169,6 +169,9 @@ class RunGuard:
         if self.run.backup is not None:
             is_short = state == "failed" and self.run.accelerator.num_processes > 1
             self.run.backup.finish(SHORT_WAIT if is_short else LONGEST_WAIT)
+            with suppress(OSError):  # the checkpoint that was being copied at the last save
+                folder, backup = self.run.folder, self.run.backup
+                checkpoints.prune(folder.checkpoints, backup.limit, folder.metrics, backup.copying)
 
     def _record(self, state: str, reason: str) -> None:
         if self.has_begun and self.run.accelerator.is_main_process:

@@ -105,7 +105,8 @@ def compare(
             origin = f"the run was trained on {store}, so resume it with {command}; " if store is not None else ""
             consequence = ""
             if name == "tokenizer" and name in settings.values:  # the text is tokenized for this run
-                words = join(["--tokenizer", str(run_of(checkpoint) / "model"), "--allow_change", "data"])
+                folder = checkpoint if store is None else store / "tokenizer"  # a backup has no model/
+                words = join(["--tokenizer", str(folder), "--allow_change", "data"])
                 consequence = f", and ids get other meanings; to keep the run's vocabulary on other text, add {words}"
             refusals.append(f"{sentence}; {origin}if this is intended, add --allow_change {name}{consequence}")
     if str(checkpoint_model.dtype) not in ("None", "float32", "torch.float32"):

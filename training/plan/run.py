@@ -11,7 +11,7 @@ from common.atomic import write_atomic
 from common.errors import UserError, counted, disk_errors
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.backup import Backup
-from training.checkpoints.metrics import read_events
+from training.checkpoints.metrics import best_step, read_events, read_metrics
 from training.checkpoints.run_folder import (
     RunArguments,
     RunFolder,
@@ -159,11 +159,24 @@ def finish_again(run: Run, optim: OptimArguments, chooses_best: bool, has_new_le
     )
 
 
+def _has_only_copy_of_best(folder: RunFolder) -> bool:
+    """Return whether model/ of a finished run may be the only copy of its best weights."""
+    was_finished = read_status(folder.status).get("state") == "finished"
+    evaluated = {entry["step"] for entry in read_metrics(folder.metrics) if "eval_loss" in entry}
+    best = best_step(folder.metrics, evaluated)
+    saved = {checkpoints.step_of(checkpoint) for checkpoint in checkpoints.complete_checkpoints(folder.checkpoints)}
+    has_weights = (folder.model / checkpoints.WEIGHTS).is_file() and folder.checkpoint_of_model() is None
+    return was_finished and best not in saved and has_weights
+
+
 def _complete(run: Run, chooses_best: bool) -> None:
     folder, start = run.folder, run.start
-    was_finished = read_status(folder.status).get("state") == "finished"
-    has_only_copy = (folder.model / checkpoints.WEIGHTS).is_file() and folder.checkpoint_of_model() is None
-    if not (was_finished and has_only_copy) and not (chooses_best and _choose_best_model(run)):
+    if chooses_best and _has_only_copy_of_best(folder):
+        printer(run.accelerator)(
+            f"The checkpoint with the lowest validation loss was deleted, so {folder.model} is kept; delete it, too, "
+            "to get the weights of another checkpoint."
+        )
+    elif not (chooses_best and _choose_best_model(run)):
         with disk_errors(folder.path):
             checkpoints.renew_model(start.checkpoint, folder.model)
     write_status(folder.status, "finished", start.step)
