@@ -141,14 +141,19 @@ def metadata_on_hub(repo_id: str) -> dict[str, Any]:
     with hub_errors(f"read {repo_id}"):
         if not (HfApi().repo_exists(repo_id) and HfApi().file_exists(repo_id, "README.md")):
             return {}
-        with tempfile.TemporaryDirectory() as cache:
-            page = Path(HfApi().hf_hub_download(repo_id, "README.md", cache_dir=cache))
-            page = page.read_text(encoding="utf-8", errors="replace")
+        page = _page(repo_id)
     with suppress(ValueError, yaml.YAMLError):
         metadata = metadata_of(page)
         metadata.pop("model-index", None)
         return metadata | {"tags": [tag for tag in metadata.get("tags", []) if tag not in OWN_TAGS]}
     return {}
+
+
+def _page(repo_id: str, branch: str | None = None) -> str:
+    """Return the README.md of a model repository."""
+    with tempfile.TemporaryDirectory() as cache:
+        path = HfApi().hf_hub_download(repo_id, "README.md", revision=branch, cache_dir=cache)
+        return Path(path).read_text(encoding="utf-8", errors="replace")
 
 
 def metadata_of(page: str) -> dict[str, Any]:
@@ -191,9 +196,7 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
         patterns = [f"/{pattern}".replace("/*-", f"/{own}-") for pattern in HUB_FILES] if is_model else []
         stale = [name for name in sorted({*names} - paths.keys()) if any(map(PurePosixPath("/", name).match, patterns))]
         if is_model and "README.md" in names and not is_copy:
-            with tempfile.TemporaryDirectory() as cache:
-                card = Path(hub.hf_hub_download(filename="README.md", cache_dir=cache, **on_branch))
-                page = card.read_text(encoding="utf-8", errors="replace")
+            page = _page(repo_id, repository.branch)
             is_empty = not FRONT_MATTER.sub("", page).strip()  # as the Hub writes it for a license
             if not is_empty and SIGNATURE_PATTERN.search(page) is None:
                 del paths["README.md"]

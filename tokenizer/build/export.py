@@ -60,10 +60,9 @@ def _files_of(store: TokenStore) -> set[Path]:
     files = {file for pattern in STORE_FILES for file in store.folder.glob(pattern) if file.is_file()}
     checked = {store.folder / name for name in store.metadata.files}
     links = {file for file in files - checked if leads_out(file, store.folder)}
-    files -= {file for file in links if file.suffix == ".idx"}
-    for file in links & files:
-        raise UserError(f"{file} is a link out of the store, whose content would be exported; replace it by the file.")
-    return files
+    if link := next((file for file in links if file.suffix != ".idx"), None):
+        raise UserError(f"{link} is a link out of the store, whose content would be exported; replace it by the file.")
+    return files - links
 
 
 def _begins_with(archive: Path, metadata: bytes) -> bool:

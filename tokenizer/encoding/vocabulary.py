@@ -296,6 +296,7 @@ def _links_out(folder: Path) -> Iterator[Path]:
 
 
 def leads_out(path: Path, folder: Path) -> bool:
+    """Return whether a file of a folder is a link out of it, but not into the Hub's cache."""
     home, target = folder.resolve(), path.resolve()
     blobs = next((part.parent / "blobs" for part in home.parents if part.name == "snapshots"), home)
     return not target.is_relative_to(home) and target.parent != blobs

@@ -11,7 +11,7 @@ from common.atomic import write_atomic
 from common.errors import UserError, counted, disk_errors
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.backup import Backup
-from training.checkpoints.metrics import best_step, read_events, read_metrics
+from training.checkpoints.metrics import best_evaluation, read_events, read_metrics
 from training.checkpoints.run_folder import (
     RunArguments,
     RunFolder,
@@ -162,8 +162,7 @@ def finish_again(run: Run, optim: OptimArguments, chooses_best: bool, has_new_le
 def _has_only_copy_of_best(folder: RunFolder) -> bool:
     """Return whether model/ of a finished run may be the only copy of its best weights."""
     was_finished = read_status(folder.status).get("state") == "finished"
-    evaluated = {entry["step"] for entry in read_metrics(folder.metrics) if "eval_loss" in entry}
-    best = best_step(folder.metrics, evaluated)
+    best = (best_evaluation(read_metrics(folder.metrics)) or {}).get("step")
     saved = {checkpoints.step_of(checkpoint) for checkpoint in checkpoints.complete_checkpoints(folder.checkpoints)}
     has_weights = (folder.model / checkpoints.WEIGHTS).is_file() and folder.checkpoint_of_model() is None
     return was_finished and best not in saved and has_weights
