@@ -87,7 +87,8 @@ class FlagParser:
         except UserError as error:
             problems.add(str(error), "config")
         if request := HELP & set(arguments):
-            print(self.describe("--help_all" in request or not self.main, file, path))
+            if os.environ.get("RANK", "0") == "0":
+                print(self.describe("--help_all" in request or not self.main, file, path))
             sys.exit(0)
         has_file = "config" not in problems.unsure  # otherwise its values are unknown
         problems.unsure -= flags.keys()
@@ -279,7 +280,8 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         code = _report(UserError(": ".join(str(part) for part in (error.filename, error.strerror) if part) + "."))
         _leave_stdout()
     except KeyboardInterrupt as error:
-        print(str(error) or "interrupted", file=sys.stderr, flush=True)
+        if os.environ.get("RANK", "0") == "0":
+            print(str(error) or "interrupted", file=sys.stderr, flush=True)
         code = 130
     sys.exit(code)
 

@@ -160,6 +160,8 @@ def test_help_lists_all_flags_or_only_the_main_flags_and_the_groups(capsys, monk
     )
     assert "The shape." not in text
     assert "The shape." in helped(capsys, "--help_all", main=("config", "n_layer"))
+    monkeypatch.setenv("RANK", "1")
+    assert helped(capsys, "--help") == ""
 
 
 def test_help_shows_defaults_of_the_code_and_of_the_default_file(capsys, monkeypatch, tmp_path):
@@ -387,6 +389,7 @@ def test_every_value_of_every_setting_is_accepted_or_refused_in_one_sentence(com
     [
         (UserError("This is wrong.\nSo is that."), None, 1, "error: This is wrong.\nerror: So is that.\n", []),
         (KeyboardInterrupt(), None, 130, "interrupted\n", []),
+        (KeyboardInterrupt(), "1", 130, "", []),
         (FileNotFoundError(2, "Not found", "a.txt"), None, 1, "error: a.txt: Not found.\n", []),
         (UserError("This is wrong."), "1", 1, "", [10.0]),  # otherwise the launcher might end the process that prints
     ],

@@ -3,6 +3,7 @@ import os
 import re
 import socket
 import sys
+import warnings
 
 import psutil
 import pytest
@@ -58,10 +59,12 @@ def test_the_setup_of_another_device_follows_its_datasheet_and_the_flags(store, 
     assert (setup.mixed_precision, setup.torch_compile) == ("fp16", compiles)
 
 
-def test_gradient_checkpointing_is_enabled_on_request():
+def test_gradient_checkpointing_is_enabled_on_request_without_a_warning():
     for choice in (False, True):
         setup = Setup("no", False, "sdpa", (), gradient_checkpointing=choice)
-        assert build_model(CONFIG, setup, 0).is_gradient_checkpointing is choice
+        with warnings.catch_warnings(action="error"):
+            model = build_model(CONFIG, setup, 0)
+        assert model.is_gradient_checkpointing is choice
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,8 @@ sys.modules[__name__].__class__ = _CallableModule
 
 def main(arguments: list[str]) -> None:
     options, ids, *parts = parse(arguments, {})
+    if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise UserError(f"One process uses all cores, but {processes} were started; leave out the launcher.")
     if options.list:
         print("\n".join(listed()))
     else:

@@ -1,6 +1,7 @@
 """Model of a run: a `GPT2ScratchForCausalLM` built from the flags and the token store."""
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -95,7 +96,8 @@ def build_model(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
     if setup.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # Transformers 5.17 lacks the new name
+            model.gradient_checkpointing_enable({"use_reentrant": False})
     if setup.bf16_residual:
         model.transformer.drop.register_forward_hook(_to_autocasts_precision)
     return model
