@@ -68,6 +68,24 @@ def test_gradient_checkpointing_is_enabled_on_request_without_a_warning():
 
 
 @pytest.mark.parametrize(
+    ("cuda", "visible", "cause"),
+    [
+        (None, "0", r"GPU, because it is a CPU-only build: install a build of torch for a CUDA version"),
+        ("13.0", "0", r"GPU, probably because its driver is older than CUDA 13\.0: install"),
+        ("13.0", "", None),
+    ],
+)
+def test_a_gpu_that_torch_does_not_use_is_named_with_the_remedy(tmp_path, monkeypatch, cuda, visible, cause):
+    (tmp_path / "nvidia-smi").touch(0o755)
+    for name, value in (("PATH", str(tmp_path)), ("CUDA_VISIBLE_DEVICES", visible)):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    notes = [note for note in decide(DeviceArguments(torch_compile="false"), 16).notes if "NVIDIA GPU" in note]
+    assert len(notes) == bool(cause)
+    assert all(re.search(cause, note) for note in notes)
+
+
+@pytest.mark.parametrize(
     ("dropout", "mask_documents", "kernel"), [(0.0, False, "flash"), (0.0, True, "flash"), (0.1, False, "math")]
 )
 def test_attention_kernel_is_the_one_that_pytorch_reports(dropout, mask_documents, kernel):

@@ -121,9 +121,13 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
             f"Attention does not use cuDNN: with mask_documents and context {context}, its gradients can be NaN (at "
             "64, 192, 320 ...)."
         )
-    if shutil.which("nvidia-smi") and torch.version.cuda is None:
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if shutil.which("nvidia-smi") and not torch.cuda.is_available() and not is_hidden:
+        cuda = torch.version.cuda
+        cause = f"probably because its driver is older than CUDA {cuda}" if cuda else "because it is a CPU-only build"
         notes.append(
-            "This machine has an NVIDIA GPU, but torch is a CPU-only build: install a CUDA build of torch to use it."
+            f"torch {torch.__version__} does not use this machine's NVIDIA GPU, {cause}: install a build of torch for "
+            "a CUDA version that nvidia-smi shows or an older one (pytorch.org/get-started)."
         )
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if accumulation != "1":
