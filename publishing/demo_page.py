@@ -81,7 +81,8 @@ def write(
             if len(tokens) > 1:
                 continuation.seconds += time.perf_counter() - start
             text = tokenizer.decode(tokens, skip_special_tokens=True)
-            continuation.text = text.rstrip("\ufffd")  # U+FFFD may be an unfinished character
+            # U+FFFD may be an unfinished character, and Llama's decoder takes the characters before it back.
+            continuation.text = max(continuation.text, text.rstrip("\ufffd"), key=len)
             continuation.tokens = len(tokens)
             yield  # let the other models continue
             start = time.perf_counter()

@@ -7,8 +7,10 @@ import sys
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
+from test_encode import of_pieces
 from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
@@ -18,6 +20,7 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
 )
 
 import generate
@@ -35,6 +38,7 @@ from training.evaluation.sampling import (
     continue_tokens,
     generation_config,
     sample,
+    with_prompts,
 )
 
 
@@ -277,3 +281,15 @@ def test_a_stream_writes_all_complete_characters_at_once():
     for ids in ([0], [7], [8], [9]):
         stream.put(torch.tensor(ids))
     assert written == ["a", "\u0434", "\u0435"]
+
+
+def test_characters_of_several_tokens_are_written_once_and_end_a_prompt_whole():
+    """The decoder of Llama 2 takes complete characters back while the next one is incomplete."""
+    tokenizer, written = PreTrainedTokenizerFast(tokenizer_object=of_pieces()), []
+    ids = tokenizer("the 日本語🙂日本語")["input_ids"]
+    stream = TextStream(tokenizer, written.append)
+    for id in (0, *ids):
+        stream.put(torch.tensor([id]))
+    assert "".join(written) == tokenizer.decode(ids) == "the 日本語🙂日本語"
+    store = SimpleNamespace(memory_map=lambda split: np.array([*ids, 0]), offsets=lambda split: [0, len(ids) + 1])
+    assert with_prompts(SamplingArguments(), store, tokenizer).sample_prompts == ["the 日本語🙂"]

@@ -58,7 +58,7 @@ class TextStream(BaseStreamer):
         text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
         text = text.rstrip("\ufffd")  # the end may be the first bytes of a character
         self.write(text[self.written :])
-        self.written = len(text)
+        self.written = max(self.written, len(text))  # Llama's decoder takes the characters before these back
 
     def end(self) -> None:
         self.prompt_follows = True
@@ -130,8 +130,12 @@ def with_prompts(
     documents = islice(((start, end) for start, end in pairwise(offsets) if end > start + 1), 3)
     openings = [tokens[start : end - 1][:OPENING_TOKENS] for start, end in documents] or [tokens[:OPENING_TOKENS]]
     has_turns = tokenizer.chat_template is not None  # whose control tokens belong to the text
-    prompts = [tokenizer.decode(opening.tolist(), skip_special_tokens=not has_turns) for opening in openings]
-    return replace(arguments, sample_prompts=[prompt.rstrip("\ufffd") for prompt in prompts])
+
+    def whole_characters(ids: list[int]) -> str:
+        texts = (tokenizer.decode(ids[: len(ids) - cut], skip_special_tokens=not has_turns) for cut in range(4))
+        return max((text.rstrip("\ufffd") for text in texts), key=len)
+
+    return replace(arguments, sample_prompts=[whole_characters(opening.tolist()) for opening in openings])
 
 
 def sample(
