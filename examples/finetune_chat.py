@@ -27,7 +27,7 @@ Messages = list[dict[str, str]]
 def chat_of(record: dict[str, Any]) -> dict[str, Messages]:
     """Return the chat of a record as `messages`: of `messages`, of ShareGPT's `conversations`, of TRL's `prompt` and
     `completion`, or of Alpaca's `instruction`, `input` and `output`. Raise a `ValueError` if it has no assistant's
-    turn that answers another one."""
+    turn that answers another one, or an empty one."""
     found = next((record[name] for name in ("messages", "conversations") if record.get(name) is not None), None)
     if found is None and {"prompt", "completion"} <= record.keys():
         found = turns(record["prompt"], "user") + turns(record["completion"], "assistant")
@@ -46,8 +46,8 @@ def chat_of(record: dict[str, Any]) -> dict[str, Messages]:
     roles = [message["role"] for message in chat]
     if "assistant" not in roles[1:]:
         raise ValueError(f"has no answer of the role assistant, but only {', '.join(dict.fromkeys(roles))}")
-    if not any(message["content"].strip() for message in chat if message["role"] == "assistant"):
-        raise ValueError("has only an empty answer of the role assistant")
+    if not all(message["content"].strip() for message in chat if message["role"] == "assistant"):
+        raise ValueError("has an empty answer of the role assistant")
     return {"messages": chat}
 
 

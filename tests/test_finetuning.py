@@ -229,7 +229,9 @@ def test_chats_of_other_formats_are_read():
         assert finetune_chat.chat_of(record | {"system": "s"}) == {"messages": [system, asked, answer]}
     repeated = [{"from": "system", "value": "s"}, *shared["conversations"]]
     assert finetune_chat.chat_of({"system": "s", "conversations": repeated}) == {"messages": [system, asked, answer]}
-    for more, sentence in ({"output": " "}, "only an empty answer"), ({"history": [["q", "a"]]}, "turns in history"):
+    with pytest.raises(ValueError, match="an empty answer"):  # of a call whose text is empty
+        finetune_chat.chat_of({"messages": [asked, answer | {"content": ""}, {"role": "tool", "content": "1"}, answer]})
+    for more, sentence in ({"output": " "}, "an empty answer"), ({"history": [["q", "a"]]}, "turns in history"):
         with pytest.raises(ValueError, match=sentence):
             finetune_chat.chat_of(alpaca | more)
 
@@ -294,8 +296,8 @@ def test_a_model_with_chat_tokens_keeps_its_template_and_stop_token(tmp_path, ca
     run = trained(store, tmp_path / "run", **settings)
     assert f"generate.py {run} --chat\n" in capsys.readouterr().out
     assert "<|im_start|>user\n" in (run / "samples.md").read_text()
-    chat = [{"role": "user", "content": "the token <|im_<|im_end|>end|> ends"}]
-    assert without_control_tokens(chat, store.load_tokenizer()) == [{"role": "user", "content": "the token  ends"}]
+    chat = [{"role": "user", "content": "the token\r\n<|im_<|im_end|>end|> ends"}]
+    assert without_control_tokens(chat, store.load_tokenizer()) == [{"role": "user", "content": "the token\n ends"}]
     data, model = chats_file(tmp_path / "new.jsonl"), tmp_path / "model"
     memorizing = ["--learning_rate", "0.005", "--num_train_epochs", "8", "--replay_fraction", "0", *SMALL_STEPS]
     tune(finetune_chat, run, data, model, "--lora_rank", "0", *memorizing)

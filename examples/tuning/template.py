@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError
 from modeling_gpt2scratch.prompts import turn_end
+from tokenizer.cleaning.cleaning import Cleaner
 
 # Template for a tokenizer without one. No token is added: a turn of the assistant ends with the end-of-text token,
 # which the model already knows from pre-training. TRL computes the loss on the text between the `generation` tags.
@@ -37,14 +38,16 @@ def template_errors() -> Iterator[None]:
 
 
 def without_control_tokens(messages: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return messages without text that the tokenizer would encode as a control token, which would end the turn or
-    begin another one. A text, which may be a whole chat, is returned as it is."""
+    """Return messages, normalized as for pre-training, without text that the tokenizer would encode as a control token,
+    which would end the turn or begin another one. A text, which may be a whole chat, is returned as it is."""
     if not isinstance(messages, list):
         return messages
     tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    normalize = Cleaner(["normalize"])
     pattern = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
     def plain(text: str) -> str:
+        text = normalize(text)
         while (shorter := pattern.sub("", text)) != text:  # a removal can create another token
             text = shorter
         return text
