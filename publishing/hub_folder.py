@@ -56,6 +56,8 @@ def assemble(
         model.generation_config.save_pretrained(destination)  # with the tokens that end a text
     for path in destination.rglob("tokenizer_config.json"):
         _set(path, "auto_map", None)  # code of the tokenizer's author
+        if options.onnx_types and tokenizer.chat_template:  # transformers.js does not read chat_template.jinja
+            _set(path, "chat_template", tokenizer.get_chat_template())
     for plot in release.plots:
         shutil.copy(plot, destination / plot.name)
     gguf, name, license = [], repository.id.split("/")[1], options.license or release.metadata.get("license")

@@ -38,7 +38,7 @@ from conftest import (
 from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchConfig
 from modeling_gpt2scratch.loading import INDEX
-from publishing import demo, verify
+from publishing import demo, hub_folder, verify
 from publishing.card import FolderArguments, model_card
 from publishing.hub_folder import CODE, OUR_CODE, assemble
 from publishing.published_model import PublishedModel, find_folder
@@ -358,7 +358,7 @@ def test_the_card_describes_the_run(run, checks):
     assert str(run.parent) not in card.text
 
 
-def test_a_model_trained_on_chats_ends_its_answers(tmp_path, checks):
+def test_a_model_trained_on_chats_ends_its_answers(tmp_path, checks, monkeypatch):
     chats = [[{"role": role, "content": prose(i, 40)} for role in ("user", "assistant")] for i in range(60)]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
@@ -385,6 +385,10 @@ def test_a_model_trained_on_chats_ends_its_answers(tmp_path, checks):
     assemble(release, MINE, FolderArguments(), tmp_path / "hub", verify.expect(release))
     assert json.loads((tmp_path / "hub" / "generation_config.json").read_text())["eos_token_id"] == ends
     assert (tmp_path / "hub" / name).is_file()
+    monkeypatch.setattr(hub_folder, "write_onnx", lambda *parts: [])
+    assemble(release, MINE, FolderArguments(format=["onnx"]), tmp_path / "hub", verify.expect(release))
+    template = json.loads((tmp_path / "hub" / "tokenizer_config.json").read_text())["chat_template"]
+    assert template == (tmp_path / "hub" / "chat_template.jinja").read_text()  # which transformers.js does not read
     assert demo.find_all([str(run)])[1] == [*demo.EXAMPLES]  # not a part of a control token
 
 
