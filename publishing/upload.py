@@ -139,7 +139,7 @@ def published_files(folder: Path) -> dict[str, Path]:
 def metadata_on_hub(repo_id: str) -> dict[str, Any]:
     """Return the metadata of the card of a model repository that its owner may have set there, such as the license."""
     with hub_errors(f"read {repo_id}"):
-        if not (HfApi().repo_exists(repo_id) and HfApi().file_exists(repo_id, "README.md")):
+        if not HfApi().file_exists(repo_id, "README.md"):
             return {}
         page = _page(repo_id)
     with suppress(ValueError, yaml.YAMLError):
