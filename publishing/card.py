@@ -16,7 +16,7 @@ from common.limits import setting
 from modeling_gpt2scratch.conversion_gpt2scratch import native_kind
 from publishing.onnx_file import onnx_config
 from publishing.published_model import PublishedModel, harness_entries
-from publishing.upload import SIGNATURE, Repository
+from publishing.upload import PUBLISHED_KINDS, SIGNATURE, Repository
 from tokenizer.encoding import encode
 from training.checkpoints.loading import is_hub_id
 from training.report.report import environment
@@ -136,7 +136,7 @@ def _metadata(release: PublishedModel, repository: Repository, options: FolderAr
     if options.license:
         metadata = {name: value for name, value in metadata.items() if name not in ("license_name", "license_link")}
     values = {"license": options.license and options.license.lower(), "language": options.language}
-    tags = [kind, *(tag for tag in metadata.get("tags", []) if tag not in ("gpt2scratch", "gpt2", "apertus"))]
+    tags = [kind, *(tag for tag in metadata.get("tags", []) if tag not in PUBLISHED_KINDS)]
     if training is not None:
         if (name := training.config.run.init_from) is None:
             tags.insert(1, "from-scratch")

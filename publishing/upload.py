@@ -30,7 +30,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from common.errors import UserError
 from common.removal import MARK
-from modeling_gpt2scratch.loading import INDEX, WEIGHTS
+from modeling_gpt2scratch.loading import ADAPTER, INDEX, WEIGHTS
 from training.checkpoints.run_folder import HUB_FILES
 
 TOKENS = "https://huggingface.co/settings/tokens"
@@ -41,7 +41,6 @@ SIGNATURE = (
 NEW_SPACE = {".gitattributes", "README.md", "index.html", "style.css"}  # files of the Hub's own first commit
 PUBLISHED_KINDS = {"gpt2scratch", "gpt2", "apertus"}  # values of model_type
 OWN_TAGS = {*PUBLISHED_KINDS, "from-scratch", "fine-tuned"}
-ADAPTER = "adapter_config.json"
 LOADED_SUBFOLDERS = ("additional_chat_templates/", "native/")
 FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\s*?(?:\n|\Z)", re.DOTALL)
 SIGNATURE_PATTERN = re.compile("<!-- Written by push_to_hub.py, which .*-->")  # also matches lines of older versions
