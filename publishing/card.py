@@ -1,7 +1,7 @@
 """Model card: the run's report with the Hub's metadata, instructions for loading the model, and results of lm-eval."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -72,8 +72,8 @@ def model_card(
     release: PublishedModel,
     repository: Repository,
     options: FolderArguments,
-    gguf: Iterable[dict[str, Any]] = (),
-    onnx: Iterable[dict[str, Any]] = (),
+    gguf: Sequence[dict[str, Any]] = (),
+    onnx: Sequence[dict[str, Any]] = (),
 ) -> str:
     """Return the card, built from the run's report or from the README.md of a model folder.
     `gguf`, `onnx`: facts about these files."""
