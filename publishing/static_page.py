@@ -53,12 +53,11 @@ def write_page(
     from there, and with `use_cdn` onnxruntime-web from a CDN. Raise a `UserError` if a browser cannot run a model."""
     check_packages()
     models = [_local(entry, kind) if Path(entry.source).exists() else _on_hub(entry, kind) for entry in entries]
-    if not use_cdn:
-        runtime_package()  # downloaded before the earlier page is removed
+    package = None if use_cdn else runtime_package()  # downloaded before the earlier page is removed
     renew(destination, "static page", FILES)
     runtime = f"{CDN}/npm/onnxruntime-web@{VERSION}/dist/" if use_cdn else "runtime/"
-    if not use_cdn:
-        write_runtime(destination / "runtime")
+    if package is not None:
+        write_runtime(destination / "runtime", package)
     for name, suffix in PAGE.items():
         shutil.copy(Path(__file__).with_suffix(suffix), destination / name)
     page = (destination / "index.html").read_text(encoding="utf-8")
@@ -174,9 +173,8 @@ def runtime_package() -> bytes:
     return package
 
 
-def write_runtime(folder: Path) -> None:
-    """Write onnxruntime-web with its license to a new folder."""
-    package = runtime_package()
+def write_runtime(folder: Path, package: bytes) -> None:
+    """Write onnxruntime-web from its package, and its license, to a new folder."""
     folder.mkdir()
     with tarfile.open(fileobj=BytesIO(package)) as archive:
         for file in RUNTIME:

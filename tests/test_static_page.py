@@ -421,15 +421,15 @@ def test_a_wrong_package_or_registry_and_another_tokenizer_are_refused(run, tmp_
     monkeypatch.setattr(static_page, "PACKAGE", tmp_path / "gpt2scratch" / static_page.PACKAGE.name)
     monkeypatch.setenv("npm_config_registry", (tmp_path / "registry").as_uri())
     sentence = rf"registry/onnxruntime-web/-/onnxruntime-web-{static_page.VERSION}\.tgz cannot be loaded \(.*add --cdn"
-    assert_one_sentence(sentence, static_page.write_runtime, tmp_path / "runtime")
+    assert_one_sentence(sentence, static_page.runtime_package)
     package = tmp_path / "registry" / "onnxruntime-web" / "-" / static_page.PACKAGE.name
     package.parent.mkdir(parents=True)
     package.write_bytes(b"another")
-    assert_one_sentence("is not onnxruntime-web", static_page.write_runtime, tmp_path / "runtime")
+    assert_one_sentence("is not onnxruntime-web", static_page.runtime_package)
     assert not (tmp_path / "gpt2scratch").exists()
     static_page.PACKAGE.parent.mkdir()
     static_page.PACKAGE.write_bytes(b"damaged in the cache")
-    assert_one_sentence("is not onnxruntime-web", static_page.write_runtime, tmp_path / "runtime")
+    assert_one_sentence("is not onnxruntime-web", static_page.runtime_package)
     monkeypatch.setattr(static_page, "unusual_parts", lambda tokenizer: ["normalizer NFC()"])
     sentence = r"tiny cannot run in a browser: its tokenizer has normalizer NFC\(\), but the page supports"
     assert_user_error(sentence, demo.main, [str(run), "--static", str(tmp_path / "page")])
