@@ -86,7 +86,12 @@ def pretokenize(
                 return builder.open_finished()
             if shard is None:
                 _refuse_busy_shards(folder)
-                return _finish(builder, is_merge)
+                try:
+                    return builder.finish(is_merge)
+                except TextError:
+                    if not is_merge:  # several machines have worked on it
+                        discard(builder.work, WORK_FILES)
+                    raise
             units = list(range(len(builder.plan.units)))
             share, shares = shard
             lock = locked(folder, f".shard-{share}-of-{shares}", wait=False)
@@ -97,15 +102,6 @@ def pretokenize(
                 f"same command with --merge instead of --shard."
             )
     return None
-
-
-def _finish(builder: "StoreBuilder", is_merge: bool) -> TokenStore:
-    try:
-        return builder.finish(is_merge)
-    except TextError:
-        if not is_merge:  # several machines have worked on it
-            discard(builder.work, WORK_FILES)
-        raise
 
 
 def output_folder(folder: Path) -> Path:
