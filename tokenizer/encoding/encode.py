@@ -80,9 +80,8 @@ def is_character(rust: Tokenizer) -> bool:
     if not isinstance(rust.model, models.WordLevel) or rust.normalizer is not None or rust.pre_tokenizer is None:
         return False
     special = {token.content for token in rust.get_added_tokens_decoder().values() if token.special}
-    tokens = {token for token in rust.get_vocab() if len(token) == 1 or token not in special}
-    is_split = len(rust.pre_tokenizer.pre_tokenize_str("a \n")) == 3
-    return is_split and rust.model.unk_token not in rust.get_vocab() and all(len(token) == 1 for token in tokens)
+    tokens, is_split = rust.get_vocab(), len(rust.pre_tokenizer.pre_tokenize_str("a \n")) == 3
+    return is_split and rust.model.unk_token not in tokens and all(len(it) == 1 or it in special for it in tokens)
 
 
 def has_gpt2_words(rust: Tokenizer) -> bool:
