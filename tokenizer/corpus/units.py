@@ -379,18 +379,16 @@ def kind_of(path: str, text_column: str | None = None) -> str:
     if suffix != ".json":
         return KINDS.get(suffix, "text")
     with files.readable(path), files.opened(path) as file:
-        head = b"".join(file.readline(files.BLOCK_BYTES) for _ in range(SAMPLED_RECORDS))
+        head = b"".join(file.readline(files.BLOCK_BYTES) for _ in range(SAMPLED_RECORDS)).removeprefix(codecs.BOM_UTF8)
         columns = {text_column, *TEXT_COLUMNS, *CHAT_COLUMNS}
-        first_line, *lines = head.removeprefix(codecs.BOM_UTF8).strip().split(b"\n")
+        first_line, *lines = head.strip().split(b"\n")
         if record := parsed(first_line):
             return "jsonl" if lines or columns & record.keys() else "text"
-        whole = first_line.startswith(b"{") and (head + file.read(LONGEST_RECORD)).removeprefix(codecs.BOM_UTF8)
-    is_list = re.match(rb'\[\s*["{\]]', head.removeprefix(codecs.BOM_UTF8).strip())
-    record = (parsed(whole) if whole else None) or {}
+        record = (parsed(head + file.read(LONGEST_RECORD)) if first_line.startswith(b"{") else None) or {}
+    is_list = re.match(rb'\s*\[\s*["{\]]', head)
     values = [record[name] for name in columns & record.keys()]
     is_text = any(isinstance(value, str) or value in (None, []) or chat.normalized(value) for value in values)
-    is_record = is_text or text_column in record
-    return "json" if is_list or is_record else "text"
+    return "json" if is_list or is_text or text_column in record else "text"
 
 
 def _row_groups(name: str, kind: str) -> Iterator[tuple[int, int, int]]:
