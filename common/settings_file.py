@@ -36,7 +36,7 @@ def read_yaml(path: Path, as_text: bool = False) -> dict[str, Any]:
     try:
         if not path.is_file():
             folder = path if path.is_dir() else path.parent
-            siblings = sorted(str(folder / file.name) for file in folder.glob("*.yaml"))
+            siblings = sorted(map(str, folder.glob("*.yaml")))
             names = difflib.get_close_matches(str(path), siblings, n=1)
             hint = f" Did you mean {names[0]}?" if names else ""
             problem = "is a folder; name a YAML file" if path.is_dir() else "does not exist"

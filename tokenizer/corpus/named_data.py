@@ -5,7 +5,7 @@ A data set is on the Hub or in installed Python packages.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def find(entry: str) -> NamedData | None:
         raise UserError(
             f"{entry} {'has no languages' if language else f'needs a language, such as {name}:de'}; see --list."
         )
-    return NamedData(**vars(data) | {"config": data.config and data.config.replace(LANGUAGE, language)})
+    return replace(data, config=data.config and data.config.replace(LANGUAGE, language))
 
 
 def files_of(entry: str) -> dict[Path, bool] | None:
