@@ -59,11 +59,11 @@ class Recipe:
             if not settings[name]:  # newer settings: without them, older stores and cached names stay valid
                 del settings[name]
         settings |= {"input": self.inputs, "weights": self.weights, "seed": self.seed}
-        files = {entry: find(entry) for entry in self.inputs if entry.endswith(".yaml")}
-        if named := {entry: data.selection for entry, data in files.items() if data is not None}:
-            settings["named_data"] = named
-        own = {entry: data.chat_template for entry, data in files.items() if data is not None}
-        if own := {entry: ChatTemplate.read(name) for entry, name in own.items() if name not in (None, "chatml")}:
+        files = {entry: data for entry in self.inputs if entry.endswith(".yaml") and (data := find(entry)) is not None}
+        if files:
+            settings["named_data"] = {entry: data.selection for entry, data in files.items()}
+        names = {entry: data.chat_template for entry, data in files.items()}
+        if own := {entry: ChatTemplate.read(name) for entry, name in names.items() if name not in (None, "chatml")}:
             settings["named_templates"] = own
         if self.existing_tokenizer is not None:
             content = self.existing_tokenizer.backend_tokenizer.to_str()
