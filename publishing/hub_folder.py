@@ -20,8 +20,8 @@ from publishing.verify import Expected
 from training.checkpoints.loading import model_errors
 from training.checkpoints.run_folder import HUB_FILES
 
-# Only these files are copied: no optimizer state, no logs with paths, no unrelated files.
 CODE = ("configuration_gpt2scratch.py", "modeling_gpt2scratch.py")
+# Only these files are copied: no optimizer state, no logs with paths, no unrelated files.
 PUBLIC_FILES = (WEIGHTS, SHARDS, INDEX, CONFIG, *TOKENIZER, TEMPLATES, *CODE)
 OUR_CODE = Path(configuration_gpt2scratch.__file__).parent
 TWIN = "native"  # name of the subfolder with the native twin

@@ -120,15 +120,15 @@ def _has_odd_words(page: Page) -> bool:
     return page.is_spaced and not shortest <= sum(map(len, words)) / len(words) <= longest
 
 
-# The first filter that returns true drops the document; slow filters come last. Limits are from Gopher (Rae et al.
-# 2021, arXiv:2112.11446, appendix A.1.1 and table A1) or, if marked, from FineWeb (Penedo et al. 2024,
-# arXiv:2406.17557, section 3.6).
 def _is_ended(line: str) -> bool:
     """Return whether a line ends a sentence. Direction marks and zero-width spaces after its last character count as
     blanks."""
     return line.rstrip("\u200b\u200e\u200f\u202c\u2069\ufeff")[-1:] in ENDS
 
 
+# The first filter that returns true drops the document; slow filters come last. Limits are from Gopher (Rae et al.
+# 2021, arXiv:2112.11446, appendix A.1.1 and table A1) or, if marked, from FineWeb (Penedo et al. 2024,
+# arXiv:2406.17557, section 3.6).
 FILTERS: dict[str, Callable[[Page], bool]] = {
     "quality.short": lambda page: len(page.words) < 50,
     "quality.word_length": _has_odd_words,
