@@ -6,7 +6,7 @@ train.bin.index, val.bin.index  end of each document in tokens, uint64, in datat
 tokenizer/                      loads with AutoTokenizer
 report.md                       text that was read, changed and left out, with examples
 inputs.json                     source files: name, size, modification time
-metadata.json                   description of the store, written last: without it, the store does not exist
+metadata.json                   description of the store: without it, the store does not exist
 
 Format 1 can also be read. Instead of the indexes it has {train,val}.offsets.bin (int64, the start of each document, and
 the end). It has no report.md and no inputs.json, and its metadata contain neither settings nor counts. Older stores of
@@ -175,7 +175,7 @@ class TokenStore:
         """Raise a `UserError` if a token id is outside the vocabulary."""
         if (largest := int(self.memory_map(split).max())) >= self.metadata.vocab_size:
             raise UserError(
-                f"{self.folder / f'{split}.bin'} contains token id {largest}, but its vocabulary has only "
+                f"{self.folder / tokens_file(split)} contains token id {largest}, but its vocabulary has only "
                 f"{self.metadata.vocab_size} tokens; the file or metadata.json was changed. Delete it and build it "
                 f"again."
             )
@@ -215,7 +215,7 @@ def read_metadata(folder: Path) -> Metadata:
             raise UserError(
                 f"{folder} is an archive; if it is a packed token store, unpack it with {unpack_command(folder)}."
             )
-        if folder.is_dir() and any((folder / f"{split}.bin").exists() for split in SPLITS):
+        if folder.is_dir() and any((folder / tokens_file(split)).exists() for split in SPLITS):
             raise UserError(
                 f"{folder} has token ids, but no metadata.json: copy the whole token store, or convert ids of another "
                 "program with `python -m tokenizer.pretokenize --import_tokens`."
