@@ -61,7 +61,7 @@ def recorded_dtype(path: Path) -> str | None:
 
 
 class ImportedSplit:
-    """Ids of one file, or of a part of it, in the units of its tokenizer."""
+    """Ids of one file, and the ends of its documents."""
 
     def __init__(self, path: Path, dtype: str, vocab_size: int, eos: int | None):
         """Read all ids once. Raise a `UserError` if the file is not made of ids of this type and vocabulary."""

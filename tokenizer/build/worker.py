@@ -119,7 +119,8 @@ def part_file(folder: Path, number: int, name: str) -> Path:
 
 
 def row_type(keys: int) -> np.dtype:
-    """Return the dtype of a row, which describes a piece of a document. A document's last row in a part has keys."""
+    """Return the dtype of a row, which describes a piece of a document. Its keys are those of the document up to there,
+    from the document's beginning in this part."""
     names = ("tokens", "bytes", "copies", "val", "starts", "ends", "keys")
     return np.dtype([*zip(names, ("<u4", "<u4", "<u2", "?", "?", "?", ("<u8", (keys,))), strict=True)])
 

@@ -1,7 +1,7 @@
 """Documents, read in pieces of about a megabyte, so that no document has to fit in memory.
 
-A document is a plain text file, or each of its lines or paragraphs, or a record of a jsonl, json, csv or parquet file
-or of a Hub dataset. Broken text is replaced or skipped, and counted.
+A document is a plain text file, or each of its lines or paragraphs, or a record of a jsonl, json, csv, parquet or arrow
+file or of a Hub dataset. Broken text is replaced or skipped, and counted.
 """
 
 import codecs
@@ -44,10 +44,10 @@ class Counts:
     bad_bytes: int = 0  # bytes that are not UTF-8, and lone surrogates, all replaced by U+FFFD
     empty_records: int = 0  # broken records, and records without text
     cut_words: int = 0  # cuts in runs without a place to cut, which may change tokens
-    first: dict[str, Any] = field(default_factory=dict)  # number and first place of each problem by path
+    first: dict[str, Any] = field(default_factory=dict)  # number and first place, by problem and path
     tables: int = 0  # number of files of records without a text column
     unreadable_files: int = 0  # number of unreadable files, or parts of files
-    unreadable_bytes: int = 0  # total size of these files
+    unreadable_bytes: int = 0  # total size of these files or parts, or of their records without text
 
     def note(self, name: str, number: int, path: str, **place: Any) -> None:
         if number:

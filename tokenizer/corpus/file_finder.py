@@ -26,7 +26,7 @@ class TextFile:
     size: int  # in bytes
     modified: int  # time in nanoseconds
     is_named: bool = False  # given on the command line, not found in a folder or by a glob
-    val: bool = False  # of the split `validation` of a `DatasetDict`
+    val: bool = False  # of a split `validation`, or of the packages that named data holds out
 
     @staticmethod
     def at(path: str | Path, is_named: bool = False, val: bool = False) -> "TextFile":

@@ -21,7 +21,7 @@ from tokenizer.corpus.hub import shortened
 
 COMPARED_RECORDS = 100  # at the beginning of an `IterableDataset`, which has no identity of its own
 SPLITS = ("train", "validation")
-BATCH_RECORDS = 1000  # records
+BATCH_RECORDS = 1000  # read at a time
 FREE_BYTES = 500_000_000  # disk space that a dataset of unknown size leaves
 CHECKED_CHARACTERS = FREE_BYTES // 10  # between two checks; JSON writes a character in up to six bytes
 TYPES = {"Dataset", "IterableDataset", "DatasetDict", "IterableDatasetDict", "dict"}  # first words of the names
