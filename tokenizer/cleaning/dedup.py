@@ -53,7 +53,7 @@ class MinHasher:
     the same keys on every machine with the same Unicode version of Python, which defines the letters."""
 
     def __init__(self):
-        import xxhash  # installed with datasets; training from a store needs neither
+        import xxhash  # training from a store does not need it
 
         try:
             from rensa import RMinHash  # optional extra, needed only for --dedup near

@@ -50,7 +50,7 @@ class WordSplitter:
 
     def words(self, texts: Iterable[bytes]) -> Any:
         """Return all words of all texts as one Arrow array of binaries, with the word 0xFF after each text."""
-        import pyarrow as pa  # installed with datasets; training from a store needs neither
+        import pyarrow as pa  # training from a store does not need it
 
         parts = [END.join([*block, b""]) for block in blocks(texts, BLOCK_BYTES)]  # each fits in the CPU cache
         bounds = itertools.accumulate(map(len, parts), initial=0)
