@@ -55,7 +55,7 @@ SPACE_PACKAGES = ("torch", "transformers", "accelerate", "safetensors")
 class DemoArguments:
     models: list[str] = setting(
         [],
-        "One to four runs, checkpoints, model folders or Hub ids (user/name or user/name@revision).",
+        "Runs, checkpoints, model folders or Hub ids (user/name or user/name@revision); without --static, up to 4.",
         needed=("one or more models", "python -m publishing.demo runs/x"),
     )
     port: int | None = setting(None, "Port of the page. Default: first free port from 7860.", minimum=1, maximum=65_535)

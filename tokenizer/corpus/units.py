@@ -56,7 +56,7 @@ LEFT_OUT = {
 @dataclass
 class CorpusArguments:
     text_column: str | None = setting(
-        None, "Column with the text or chat of a record; detected if it is named `text` or is the only text column."
+        None, "Column of the text or chat; default: text, content, messages, conversations, or the only text column."
     )
     exclude: list[str] = setting(
         [], "Skip files in folders, globs and packages that match a pattern: '*.csv' node_modules 'tables/*.json'."
