@@ -56,7 +56,8 @@ class Continuation:
     text: str = ""
     tokens: int = 0
     seconds: float = 0.0  # time since the first token, without the time to read the prompt
-    state: str = "writing"  # later: complete, ended (by the model), stopped or refused
+    # Later: complete, ended (by the model), stopped or refused. In place of a text: empty, loading or scoring.
+    state: str = "writing"
     problem: str = ""  # the reason why the prompt was refused, or the error that ended the text
     left_out: int = 0  # number of messages that do not fit into the context
     is_endless: bool = False  # the model has no token that ends an answer

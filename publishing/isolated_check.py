@@ -1,9 +1,9 @@
 """Load and run a published model with only its own code and files.
 
-verify.py runs this in a separate process, in an empty folder, without a token and without network access. The package
-of this repository cannot be imported there.
+verify.py runs this in a separate process, in a temporary folder, without a token and without network access. The
+package of this repository cannot be imported there.
 
-python isolated_check.py request.json
+python isolated_check.py request
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Model to publish, with all facts for its card, its files and its verification. No other module reads the run
-folder."""
+"""Model to publish, with all facts for its card, its files and its verification. Only this module and the demo read the
+run folder."""
 
 import itertools
 import json
