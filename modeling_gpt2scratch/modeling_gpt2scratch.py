@@ -315,8 +315,8 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
     def check_context(self, length: int, position_ids: torch.Tensor | None, past_key_values: Cache | None):
         """Raise a `ValueError` if a sequence exceeds the context.
 
-        Only shapes are checked, so that the host need not wait for the device. In a compiled graph, an index beyond the
-        position table would abort the process.
+        Shapes decide where they can, so that the host need not wait for the device. In a compiled graph, an index
+        beyond the position table would abort the process.
         """
         if is_exporting():
             return
