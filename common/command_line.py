@@ -186,8 +186,8 @@ class FlagParser:
         dashes, hint, name = "--" if kind == "flag" else "", "See --help for the list.", flag_name(word)
         content = yaml.safe_load(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
         answer = content.get(name, [])
-        names = [name for name in answer if name in self.actions]
         settings = [*self.actions, "help_all"] if dashes else self.limits
+        names = [name for name in answer if name in settings]
         if isinstance(answer, str):
             hint = answer
         elif names:
