@@ -25,8 +25,8 @@ LARGEST = 10**8  # limit for sizes: far above any model, and the product of two 
 class GPT2ScratchConfig(PreTrainedConfig):
     r"""Configuration of a GPT-2-class decoder (Radford et al. 2019). Without arguments: 134,601,216 parameters.
 
-    The modern family differs in five fields: `rope_parameters`, `normalization="rms_norm"`, `use_bias=False`,
-    `activation_function="relu2"` and `attention_scale`.
+    The modern family has `rope_parameters`, `normalization="rms_norm"`, `use_bias=False` and
+    `activation_function="relu2"`; most of its presets also set `attention_scale` and `layer_norm_epsilon`.
 
     Args:
         vocab_size: number of tokens of the embedding and the head.
