@@ -66,7 +66,7 @@ class PublishedModel:
     metadata: dict[str, Any]  # of the page that a person wrote
     sections: dict[str, str]  # of the page that a person wrote, by heading
     evaluation: dict[str, Any]  # results of evaluate.py for these weights
-    harness: list[EvalResult]  # results of lm-eval for these weights, oldest first
+    harness: list[EvalResult]  # newest results of lm-eval for these weights, by task
     plots: list[Path]
 
     @staticmethod
