@@ -63,7 +63,12 @@ class PretokenizeArguments:
         above=0,
         maximum=1000,
     )
-    seed: int = setting(SEED, "Seed for selecting validation documents.", minimum=-(10**30), maximum=10**30)
+    seed: int = setting(
+        SEED,
+        "Seed for selecting validation documents, and the documents of a weight such as 0.5.",
+        minimum=-(10**30),
+        maximum=10**30,
+    )
     num_proc: int | None = setting(None, "Worker processes; by default at most one per core.", minimum=1, maximum=1024)
     shard: str | None = setting(
         None, "Process only shard i of n, given as i/n with i from 0 to n - 1; run once with --merge afterwards."
