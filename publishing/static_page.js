@@ -383,8 +383,8 @@ async function watch(cards, text) {
       const { pieces, losses, tokens, bytes } = await score(model, text);
       scores.push(pieces);
       color(it.text, pieces, [1, 2, 4, 8]);
-      const mean = (losses.reduce((a, b) => a + b) / losses.length).toFixed(2);
-      const bits = bytes ? ` · ${(losses.reduce((a, b) => a + b) / Math.LN2 / bytes).toFixed(2)} bits per byte` : "";
+      const total = losses.reduce((a, b) => a + b), mean = (total / losses.length).toFixed(2);
+      const bits = bytes ? ` · ${(total / Math.LN2 / bytes).toFixed(2)} bits per byte` : "";
       it.note.textContent = `mean loss ${mean} nats per token${bits} · ${count(losses.length + 1, "token")} of ${tokens} · underlined from 1, 2, 4 and 8`;
     });
   }
