@@ -49,7 +49,7 @@ def load_model(source: str | Path, dtype: str | torch.dtype = "auto") -> PreTrai
     """Load a model from a folder or a Hub id, in evaluation mode.
     Raise a `ModelError` if it is damaged, incomplete, of an unknown architecture, or has links out of its folder."""
     with one_sentence(source):
-        folder = fetch(source, CONFIG, GENERATION, ADAPTER)
+        folder = fetch(source, GENERATION, ADAPTER)
         if own_file(folder, ADAPTER) is not None:  # often without a config.json
             raise ModelError(f"{ADAPTER} makes it an adapter; merge the adapter into its base model first")
         settings = read_model_config(folder)
@@ -153,8 +153,8 @@ def arrange_weights(model: PreTrainedModel) -> None:
 
 
 def fetch(source: str | Path, *patterns: str) -> Path:
-    """Return the folder `source`, or the cache folder of a Hub id with the matching files, downloaded if needed.
-    Raise a `ModelError` if the model does not exist or cannot be reached."""
+    """Return the folder `source`, or the cache folder of a Hub id with config.json and the matching files, downloaded
+    if needed. Raise a `ModelError` if the model does not exist or cannot be reached."""
     if Path(source).exists():
         return Path(source)
     try:

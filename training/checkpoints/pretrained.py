@@ -22,7 +22,7 @@ def read_architecture(source: str) -> GPT2ScratchConfig:
     from modeling_gpt2scratch.conversion_gpt2scratch import scratch_config
 
     with model_errors():
-        folder = loading.fetch(source, loading.CONFIG)
+        folder = loading.fetch(source)
         with loading.one_sentence(source):
             content = loading.read_model_config(folder)
             if (kind := content["model_type"]) == "gpt2scratch":
