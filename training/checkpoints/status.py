@@ -2,8 +2,8 @@
 
 status.json    the state (running, finished, stopped or failed), its reason, and the step of the newest checkpoint
 events.jsonl   events with their times, one object per line: begun, resumed (with changed settings, hardware, libraries
-               and the reason of a restart), saving, saved, backup_failed, spike, advice, finished, stopped,
-               failed
+               and the reason of a restart), saving, saved, backup_failed, spike, advice, paced (a budget's final
+               length), finished, stopped, failed
 """
 
 import json
