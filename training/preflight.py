@@ -148,8 +148,8 @@ def recorded_data(config: TrainConfig) -> str | None:
 
 def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> Run:
     """Decide everything about a run whose configuration passed `check`. Raise a `UserError` for problems with data,
-    memory, the run in the folder or its checkpoints. Called by every process. Writes only the files that the backup
-    restores."""
+    memory, the run in the folder or its checkpoints. Called by every process. Tokenizes text, and otherwise writes only
+    what `choose_checkpoint` does."""
     say, folder = printer(accelerator), config.run.folder
     if setup.torch_compile:
         prepare_compiler()  # its first part takes place while the text is read

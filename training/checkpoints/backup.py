@@ -62,7 +62,7 @@ class BackupArguments:
 
 class Backup:
     """Copy of a run's newest checkpoint and logs on another drive.
-    Only the main process uses it: `restore` before the run starts, and the other methods during training."""
+    Only the main process uses it: to restore the run before it starts, and during training."""
 
     def __init__(self, backup_dir: str | Path, run: RunFolder, limit: int | None, say: Callable[[str], None]):
         """`limit` is the number of newest checkpoints to keep. `say` is also called from another thread."""

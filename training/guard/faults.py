@@ -24,8 +24,8 @@ OUT_OF_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of 
 
 
 def translate(error: Exception, run: Run) -> Exception:
-    """Return the `UserError` or `Restart` that corresponds to an error.
-    A `UserError`, an internal bug and an error of the process group are returned unchanged."""
+    """Return the `UserError` or `Restart` that corresponds to an error. A `DivergenceError` gets the last good
+    checkpoint. Any other `UserError`, an internal bug and an error of the process group are returned unchanged."""
     folder = run.folder
     if isinstance(error, DivergenceError):
         last_good, start = folder.last_good(), run.start

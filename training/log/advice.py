@@ -1,4 +1,4 @@
-"""Advice on likely problems in a plan (see forecast.py) or in the log of a run. Thresholds: docs/training.md."""
+"""Advice on likely problems in the log of a run. docs/training.md explains it. Advice on a plan: forecast.py."""
 
 import math
 import statistics
