@@ -43,7 +43,10 @@ class CostArguments:
         f"With --plan: estimate for this device, from its datasheet, instead of this machine: {', '.join(RENTALS)}.",
     )
     plan_steps: int = free(
-        10, "With --plan, but not --budget: most steps to measure; 0 measures nothing.", maximum=10_000
+        10,
+        "With --plan: 0 measures no steps; otherwise, a GPU measures so many at a time, for seconds. No effect on a "
+        "--budget of time or money.",
+        maximum=10_000,
     )
 
     def problems(self) -> Iterator[str]:

@@ -37,7 +37,7 @@ class BudgetArguments:
         None, "With --budget or --depth: architecture and optimizer. Default: modern.", resume="derived"
     )
     depth: int | None = setting(
-        None, "The same for this number of layers, of width 64 each.", minimum=1, maximum=100, resume="derived"
+        None, "Choose the rest for this number of layers, of width 64 each.", minimum=1, maximum=100, resume="derived"
     )
 
     @property
