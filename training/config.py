@@ -41,16 +41,16 @@ from training.step.optim import OptimArguments, with_defaults
 
 TEXT_PARTS = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
 TEXT_SETTINGS = {part.name for kind in TEXT_PARTS for part in fields(kind)}
+MODEL_SETTINGS = {part.name for part in fields(ModelArguments)}
 # A checkpoint records the hashes of text and tokenizer, and its config.json, instead of these settings.
-DERIVED_SETTINGS = TEXT_SETTINGS | {part.name for part in fields(ModelArguments)} - MAY_DIFFER
+DERIVED_SETTINGS = TEXT_SETTINGS | MODEL_SETTINGS - MAY_DIFFER
 MAIN = (  # flags that --help explains
     *("config", "data", "tokenizer", "output_dir", "resume_from_checkpoint", "init_from", "plan", "budget"),
     *("n_layer", "n_embd", "tokens_per_step", "max_steps", "learning_rate"),
 )
-# Settings that --budget and --depth choose with the model, unless they are given. The vocabulary is chosen before.
-MODEL_SETTINGS = {part.name for part in fields(ModelArguments)}
-CHOICES = {part.name for kind in (ModelArguments, OptimArguments, LengthArguments) for part in fields(kind)}
 LENGTHS = {part.name for part in fields(LengthArguments)}  # three ways to state one length
+# Settings that --budget and --depth choose with the model, unless they are given. The vocabulary is chosen before.
+CHOICES = MODEL_SETTINGS | LENGTHS | {part.name for part in fields(OptimArguments)}
 CHOICES |= {"tokens_per_step", "eval_steps", "max_eval_samples", "save_steps", "save_total_limit", "logging_steps"}
 CHOICES |= {"load_best_model_at_end"}
 # A run's config.yaml has none of these, because they apply to one command.
