@@ -137,10 +137,8 @@ def parameter_groups(model: nn.Module, arguments: OptimArguments) -> list[dict[s
     """Return the optimizer's groups. `initial_lr` of a group is its peak learning rate, and `rule` the key in
     `MOMENTS`. Weight decay applies to matrices; with Muon, only to those of the blocks. A tied head is an embedding."""
     uses_muon = arguments.optimizer == "muon"
-    peaks = {"wte": arguments.embedding_learning_rate, "wpe": arguments.embedding_learning_rate}
-    peaks |= {"lm_head": arguments.head_learning_rate}
-    if uses_muon:  # positions are not normalized
-        peaks["wpe"] = arguments.head_learning_rate
+    embedding, head = arguments.embedding_learning_rate, arguments.head_learning_rate
+    peaks = {"wte": embedding, "wpe": head if uses_muon else embedding, "lm_head": head}  # positions: not normalized
     adam = {"rule": "adam", "betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
     muon = {"rule": "muon", "momentum": momentum_at(0)}
     groups: dict[tuple, dict[str, Any]] = {}
@@ -149,8 +147,7 @@ def parameter_groups(model: nn.Module, arguments: OptimArguments) -> list[dict[s
             continue
         is_matrix, matrices = parameter.dim() >= 2, 3 if name.endswith("attn.c_attn.weight") else 1
         by_muon = uses_muon and is_matrix and ".h." in name
-        remainder = arguments.head_learning_rate if uses_muon and not by_muon else None
-        peak = peaks.get(name.split(".")[-2], remainder) or arguments.learning_rate
+        peak = peaks.get(name.split(".")[-2], head if uses_muon and not by_muon else None) or arguments.learning_rate
         decay = arguments.weight_decay if is_matrix and (by_muon or not uses_muon) else 0.0
         rule = muon | {"matrices": matrices} if by_muon else adam
         group = {"params": [], "weight_decay": decay, "lr": peak, "initial_lr": peak, **rule}
