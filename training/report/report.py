@@ -81,13 +81,9 @@ def write_report(folder: RunFolder) -> None:
         say(f"{folder.report} was edited: that page is now {page}, because the run writes a new one.")
     entries = read_metrics(folder.metrics)
     until = seconds_until(entries, first_step(read_events(folder.events)))
-    plots = {"loss": plot_loss(entries, until, folder.plots["loss"])}
-    plots["course"] = plot_course(entries, folder.plots["course"])
-    _write(
-        folder,
-        facts | gather(folder, entries) | {"plots": [name for name, is_drawn in plots.items() if is_drawn]},
-        None,
-    )
+    drawn = {"loss": plot_loss(entries, until, folder.plots["loss"])}
+    drawn["course"] = plot_course(entries, folder.plots["course"])
+    _write(folder, facts | gather(folder, entries) | {"plots": list(filter(drawn.get, drawn))}, None)
 
 
 def _write(folder: RunFolder, facts: dict[str, Any], evaluation: dict[str, Any] | None) -> None:
@@ -163,11 +159,10 @@ def keep_evaluation(results: dict[str, Any], run: RunFolder, store: TokenStore, 
     with disk_errors(folder, RESUMES):
         mark(folder, "evaluation")
         earlier_results = _read(folder)
-        has_other_weights = earlier_results.get("weights_sha256") != identity["weights_sha256"]
-        if has_other_weights and earlier_results and earlier_results.get("weights_sha256") == weight_hashes(run.model):
-            print(f"Not saved: {folder} has results of {run.model}; delete it to save these.", file=sys.stderr)
-            return
-        if has_other_weights:
+        if (earlier_hashes := earlier_results.get("weights_sha256")) != hashes:
+            if earlier_hashes == weight_hashes(run.model):
+                print(f"Not saved: {folder} has results of {run.model}; delete it to save these.", file=sys.stderr)
+                return
             earlier_results = {}
         elif earlier_results.get("tokens_sha256") != identity["tokens_sha256"]:  # tasks have their own text
             earlier_results = {name: value for name, value in earlier_results.items() if name == "tasks"}
