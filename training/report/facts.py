@@ -74,7 +74,7 @@ def begin_report(folder: RunFolder, model: GPT2ScratchConfig, parameters: int, d
             "documents": "; ".join([documents(data), *left_out(data)]),
         },
     }
-    write_facts(folder, (read_facts(folder) or {}) | facts)
+    write_facts(folder, read_facts(folder) | facts)
 
 
 def _citations(data: Metadata) -> Iterator[str]:
@@ -90,14 +90,14 @@ def write_facts(folder: RunFolder, facts: dict[str, Any]) -> None:
     write_atomic(folder.facts, schema.sealed({"format_version": FORMAT_VERSION} | facts, indent=2) + "\n")
 
 
-def read_facts(folder: RunFolder) -> dict[str, Any] | None:
-    """Return the content of report.json, or None if missing or damaged. Raise a `UserError` for a newer format."""
+def read_facts(folder: RunFolder) -> dict[str, Any]:
+    """Return the content of report.json, or {} if missing or damaged. Raise a `UserError` for a newer format."""
     try:
         facts = schema.read(folder.facts)
         check_format(folder.facts, facts["format_version"], FORMAT_VERSION)
         return facts
     except (FileNotFoundError, *NONSENSE):
-        return None
+        return {}
 
 
 def gather(folder: RunFolder, entries: Entries) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def gather(folder: RunFolder, entries: Entries) -> dict[str, Any]:
             if name not in ("data", "backup_dir")
         },
         # The first name: the model may be deleted meanwhile.
-        "pretrained": source and ((read_facts(folder) or {}).get("pretrained") or name_of_model(source)),
+        "pretrained": source and (read_facts(folder).get("pretrained") or name_of_model(source)),
         "command": f"{command} --config config.yaml --data {shlex.quote(_as_typed(settings['data']))}",
         # Hardware and libraries, with the step after which each combination was used.
         "environments": [next(group) for _, group in groupby(environments, key=itemgetter("text"))],
@@ -151,7 +151,7 @@ def is_reported(folder: RunFolder, step: int, scores_all: bool) -> bool:
     must have scored the sample and all held-out text."""
     validations = [entry for entry in metrics.read_metrics(folder.metrics) if "eval_loss" in entry]
     entry = next((entry for entry in validations if entry["step"] == step), {})
-    row = [{"step": -1}, *((read_facts(folder) or {}).get("results") or {}).get("rows", [])][-1]
+    row = [{"step": -1}, *(read_facts(folder).get("results") or {}).get("rows", [])][-1]
     has_row = row["step"] > step or (row["step"], row.get("eval_loss")) == (step, entry.get("eval_loss"))
     return has_row and ("eval_sampled_loss" in entry if scores_all else bool(entry))
 
@@ -159,7 +159,7 @@ def is_reported(folder: RunFolder, step: int, scores_all: bool) -> bool:
 def summarize_run(folder: RunFolder) -> dict[str, Any]:
     """Return the facts of a run, finished or in progress, for a comparison with other runs."""
     entries, events = metrics.read_metrics(folder.metrics), metrics.read_events(folder.events)
-    settings, data = read_yaml(folder.config), (read_facts(folder) or {}).get("data", {})
+    settings, data = read_yaml(folder.config), read_facts(folder).get("data", {})
     state = read_status(folder.status).get("state", "running")
     validations = [entry for entry in entries if "eval_loss" in entry]
     newest = ([{}] + validations)[-1]

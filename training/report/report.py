@@ -74,7 +74,7 @@ def write_report(folder: RunFolder) -> None:
     """Write report.json, report.md and, if matplotlib is installed, the plots, from the log so far. An edited page is
     renamed first."""
     facts = read_facts(folder)
-    if facts is None:  # deleted or damaged since the start; the next start of the run writes it again
+    if not facts:  # deleted or damaged since the start; the next start of the run writes it again
         return
     if folder.report.is_file() and facts.get("report_sha256") != (digest := file_sha256(folder.report)):
         page = folder.report.rename(folder.path / f"report.edited-{digest[:8]}.md")
@@ -95,7 +95,7 @@ def _write(folder: RunFolder, facts: dict[str, Any], evaluation: dict[str, Any] 
 
 def facts_of(folder: RunFolder) -> dict[str, Any] | None:
     """Return the facts behind report.md, or None if the page was edited, or written by an older version."""
-    facts = read_facts(folder) or {}
+    facts = read_facts(folder)
     digest = facts.get("report_sha256")
     is_edited = folder.report.is_file() and file_sha256(folder.report) != digest
     return None if digest is None or is_edited or "reference" not in facts else facts  # older facts lack some
