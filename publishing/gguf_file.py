@@ -249,7 +249,7 @@ def main(arguments: list[str]) -> None:
     parser = FlagParser((GGUFArguments,), __doc__.splitlines()[0], positional="paths")
     (options,) = parser.parse(arguments, check=GGUFArguments.check)
     source, destination = find_model(options.paths[0]), Path(options.paths[1])
-    model, tokenizer = load_own_model(source, torch.float32), vocabulary.load(source)
+    model, tokenizer = load_own_model(source), vocabulary.load(source)
     name = options.name or name_of_model(options.paths[0])
     destination.parent.mkdir(parents=True, exist_ok=True)
     write_gguf(model, tokenizer, destination, options.type, name, options.license)

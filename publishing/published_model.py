@@ -78,7 +78,7 @@ class PublishedModel:
             raise UserError(f"{folder} cannot be published: it lacks {', '.join(names)}.")
         for path in run.files if run is not None else [folder / "README.md"]:
             _check_link(path.parent, path.name)
-        model, facts = load_own_model(folder, torch.float32), facts_of(run) if run is not None else None
+        model, facts = load_own_model(folder), facts_of(run) if run is not None else None
         for name in (*tokenizer_files(folder), ROOT_PAGE):
             _check_link(folder, name)
         tokenizer = vocabulary.load(folder)

@@ -170,7 +170,7 @@ def test_a_tuned_model_answers_and_stops_at_the_end_of_the_turn(tuned):
 
 def test_gguf_file_and_native_twin_have_the_template(tuned, tmp_path):
     gguf = pytest.importorskip("gguf", reason="gguf is an extra")
-    model, tokenizer = load_own_model(tuned[0], torch.float32), AutoTokenizer.from_pretrained(tuned[0])
+    model, tokenizer = load_own_model(tuned[0]), AutoTokenizer.from_pretrained(tuned[0])
     write_gguf(model, tokenizer, tmp_path / "model.gguf", "f16", "Tiny")
     fields = gguf.GGUFReader(tmp_path / "model.gguf").fields
     convert(tuned[0], tmp_path / "native", to="native")

@@ -23,7 +23,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -195,7 +194,7 @@ def main(arguments: list[str]) -> None:
     store, mask_documents = store_and_masking(source, options.data)
     mask_documents |= options.mask_documents
     hashes = weight_hashes(Path(folder))  # first: a run that trains replaces its model/
-    model = load_own_model(folder, torch.float32)
+    model = load_own_model(folder)
     check_store(folder, vocabulary.load(folder), store)
     # plain sampling: ignore the model's own settings
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)

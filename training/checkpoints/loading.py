@@ -61,10 +61,10 @@ def model_errors(sentence: str = "{}") -> Iterator[None]:
         raise UserError(sentence.replace("{}", str(error))) from error
 
 
-def load_own_model(source: str | Path, dtype: str | torch.dtype = "auto") -> GPT2ScratchForCausalLM:
-    """Load a model for evaluation. Raise a `UserError` if it cannot be loaded or has another architecture."""
+def load_own_model(source: str | Path) -> GPT2ScratchForCausalLM:
+    """Load a model in fp32. Raise a `UserError` if it cannot be loaded or has another architecture."""
     with model_errors():
-        model = loading.load_model(source, dtype)
+        model = loading.load_model(source, torch.float32)
     if not isinstance(model, GPT2ScratchForCausalLM):
         command = f"python -m modeling_gpt2scratch.conversion_gpt2scratch {shlex.quote(str(source))} DST"
         remedy = f" Convert it first: {command}" if model.config.model_type == "gpt2" else ""
