@@ -85,7 +85,7 @@ def lm_eval_errors() -> Iterator[None]:
         raise UserError(f"lm-evaluation-harness ended with {cause}; see docs/evaluation.md.") from error
 
 
-def find_tasks(arguments: list[str], trust_task_code: bool = False) -> tuple[Any, list[str]]:
+def find_tasks(arguments: list[str], trust_task_code: bool) -> tuple[Any, list[str]]:
     """Return lm-eval's task manager, and the names and YAML files of tasks.
     Raise a `UserError` for an unknown task, for a file without trust, and if a task or its data cannot be loaded."""
     if find_spec("lm_eval") is None:

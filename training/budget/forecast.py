@@ -112,7 +112,7 @@ def print_forecast(run: Run, forecast: Forecast) -> None:
     """Print what a run starts with: device, model, data and length, and what needs attention. With --verbose,
     print all estimates."""
     hardware = describe(run.accelerator, run.setup, run.plan.model)
-    printer(run.accelerator)(describe_forecast(forecast, hardware, run=run, steps_done=run.start.step))
+    printer(run.accelerator)(describe_forecast(forecast, hardware, run.start.step, run=run))
 
 
 def show_plan(config: TrainConfig) -> None:
@@ -150,7 +150,7 @@ def show_plan(config: TrainConfig) -> None:
     memory = plan.memory.total(1) / 1e9
     rentals = [(rental, speed) for rental, speed in speeds if speed is not None and memory < rental.gigabytes]
     steps_done = 0 if sizing is not None else on_main(accelerator, lambda: EarlierRun.of(config).step)
-    say(describe_forecast(forecast, hardware, estimate, rentals, steps_done=steps_done))
+    say(describe_forecast(forecast, hardware, steps_done, estimate, rentals))
 
 
 def times_due(plan: Plan, strategy: str, interval: int) -> int:
@@ -162,13 +162,13 @@ def times_due(plan: Plan, strategy: str, interval: int) -> int:
 def describe_forecast(
     forecast: Forecast,
     hardware: str,
+    steps_done: int,
     estimate: Any = None,
     rentals: Iterable[Any] = (),
     run: Run | None = None,
-    steps_done: int = 0,
 ) -> str:
-    """Return the text printed before the first step. `estimate`: the `tokenizer.build.estimate.Estimate` of text that
-    is not tokenized yet. `steps_done`: those before the checkpoint that the run resumes from."""
+    """Return the text printed before the first step. `steps_done`: those before the checkpoint that the run resumes
+    from. `estimate`: the `tokenizer.build.estimate.Estimate` of text that is not tokenized yet."""
     config, plan, n_tokens = forecast.config, forecast.plan, forecast.plan.order.n_tokens
     checkpoints = times_due(plan, config.checkpoint.save_strategy, config.checkpoint.save_steps)
     if config.checkpoints_kept is not None:
