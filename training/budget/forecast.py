@@ -138,8 +138,9 @@ def show_plan(config: TrainConfig) -> None:
             wait = ", which are compiled first, for up to a minute" if setup.torch_compile else ""
             say(f"Measuring a few steps{wait} ...")
             speed = measure_speed(config, plan, accelerator, sample, config.cost.plan_steps, MEASURED_SECONDS)
-    hardware = describe(accelerator, setup, plan.model)
-    if device is not None:
+    if device is None:
+        hardware = describe(accelerator, setup, plan.model)
+    else:
         rental, processes = RENTALS[device], accelerator.num_processes
         compilation = "compiled" if setup.torch_compile else "not compiled"
         hardware = f"{rental.name}, {setup.mixed_precision}, {compilation} (from its datasheet)"
@@ -226,7 +227,7 @@ def advice(forecast: Forecast) -> Iterator[str]:
     tokens, largest = batches.micro_batch * batches.context, plan.memory.largest_micro_batch(plan.available)
     if on_gpu and tokens < FEW_TOKENS and largest > batches.micro_batch:
         text = f"A micro-batch has {tokens:,} tokens, too few to fill a GPU; {largest:,} sequences would fit"
-        name = "per_device_train_batch_size" if plan.batches.accumulation > 1 else "tokens_per_step of a new run"
+        name = "per_device_train_batch_size" if batches.accumulation > 1 else "tokens_per_step of a new run"
         yield f"{text}: raise {name}."
     is_small = forecast.store.metadata.train.tokens <= scaling.SMALL_TEXT  # as the texts that were measured
     most = scaling.WITHOUT_CIRCUIT.epochs
