@@ -16,12 +16,12 @@ from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.checkpoints.checkpoint import TrainState
 from training.checkpoints.run_folder import run_of
 from training.data.run_data import find_cached
+from training.step.model import TOKEN_IDS
 from training.step.optim import OptimArguments
 
 # Model fields that a resumed run may change. Dropout is reported as a setting. `use_cache` affects only generation.
 MAY_DIFFER = {"embd_pdrop", "attn_pdrop", "resid_pdrop", "use_cache"}
 FIXED_IN_FORMAT_1 = {"optimizer": "adamw", "weight_average": None, "induction_init": False}
-TOKEN_IDS = {"bos_token_id", "eos_token_id", "pad_token_id"}  # allowed together with a changed tokenizer
 
 
 @dataclass
@@ -91,7 +91,8 @@ def compare(
     new = {name: getattr(model, name) for name in fields} | dict(new)
     differences = {name: _sentence(name, new, old) for name in new if name in old and new[name] != old[name]}
     exceptions = settings.allowed | {name for name, meaning in settings.resume.items() if meaning == "free"}
-    exceptions |= TOKEN_IDS if "tokenizer" in settings.allowed | differences.keys() else set()
+    if "tokenizer" in settings.allowed | differences.keys():  # with another tokenizer, these may change too
+        exceptions |= set(TOKEN_IDS)
     refusals = []
     for name, sentence in differences.items():
         if name in fields and not _has_same_shapes(checkpoint_model, name, new[name]):

@@ -16,6 +16,8 @@ from common.limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.runtime.device import Setup
 
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
 
 @dataclass
 class ModelArguments:
@@ -64,7 +66,7 @@ def model_config(
     arguments: ModelArguments, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> GPT2ScratchConfig:
     """Return the model's configuration. Raise a `UserError` for inconsistent values, one problem per line."""
-    special = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    special = {name: getattr(tokenizer, name, None) for name in TOKEN_IDS}
     fields = asdict(arguments)
     theta = fields.pop("rope_theta")
     fields["initializer_range"] = arguments.initializer_range or arguments.usual_initializer_range
@@ -92,9 +94,7 @@ def build_model(
     if load is not None:
         model.to_empty(device="cpu").tie_weights()
         load(model)
-    model.generation_config = GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
-    )
+    model.generation_config = GenerationConfig(**{name: getattr(config, name) for name in TOKEN_IDS})
     if setup.gradient_checkpointing:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # Transformers 5.17 lacks the new name
             model.gradient_checkpointing_enable({"use_reentrant": False})
