@@ -46,9 +46,10 @@ def main(arguments: list[str]) -> None:
         print(f"Skipped: {sentence}", file=sys.stderr)
     base = os.path.commonpath([folder.resolve().parent for folder in folders])
     summaries = {os.path.relpath(folder.resolve(), base): summarize_run(RunFolder(folder)) for folder in folders}
-    newest = [summary["last"] for summary in summaries.values() if summary["last"]]
-    is_other_text = len({summary["text"] for summary in summaries.values() if summary["last"]}) > 1
-    is_finished = all(summary["state"] == "finished" for summary in summaries.values() if summary["last"])
+    validated = [summary for summary in summaries.values() if summary["last"]]
+    newest = [summary["last"] for summary in validated]
+    is_other_text = len({summary["text"] for summary in validated}) > 1
+    is_finished = all(summary["state"] == "finished" for summary in validated)
     is_other_sample = len({entry.get("eval_tokens") for entry in newest}) > 1
     if is_other_sample and not (is_other_text and is_finished):
         is_other_sample = len({*map(sample_tokens, newest)} - {None}) > 1
@@ -60,8 +61,8 @@ def main(arguments: list[str]) -> None:
         settings = summary["settings"]
         absent = set() if "tokenizer_type" in settings else TEXT_SETTINGS  # of a run on a token store
         summary["settings"] = {name: value for name, value in DEFAULTS.items() if name not in absent} | settings
-    for name, value in (item for summary in runs.values() for item in summary["settings"].items()):
-        values.setdefault(name, set()).add(str(value))
+        for name, value in summary["settings"].items():
+            values.setdefault(name, set()).add(str(value))
     setting_names = [name for name in values if len(values[name]) > 1 and name not in IGNORED_SETTINGS]
     if sys.stdout.isatty():  # narrow: the names of a sweep's runs contain the settings
         setting_names = [name for name in setting_names if not all(f"{name}=" in run_name for run_name in runs)]
