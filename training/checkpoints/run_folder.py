@@ -74,9 +74,9 @@ class RunArguments:
         return RunFolder(self.output_dir)
 
     def problems(self) -> Iterator[str]:
-        if not may_hold_run(self.folder):
-            yield f"{self.output_dir} exists and is not a run folder; use another --output_dir."
         folder = self.folder
+        if not may_hold_run(folder):
+            yield f"{self.output_dir} exists and is not a run folder; use another --output_dir."
         replaced = () if self.overwrite_output_dir else (folder.checkpoints,)  # a resumed run deletes old ones
         for path in (*folder.files, *replaced, folder.tensorboard, folder.profile):
             if path.is_symlink():
@@ -135,17 +135,16 @@ class RunFolder:
 
     def last_good(self) -> str:
         """Describe the checkpoint to resume from, for messages."""
-        complete = checkpoints.complete_checkpoints(self.checkpoints)
-        if complete:
+        if complete := checkpoints.complete_checkpoints(self.checkpoints):
             return f"{complete[-1]} is the last good checkpoint"
         hint = f", and the run before it is in {self.replaced}" if is_marked(self.replaced, "replaced") else ""
         return f"there is no checkpoint yet{hint}"
 
     def resume_advice(self) -> str:
         """Describe how to resume, or to start again, after a problem is corrected."""
-        has_checkpoint = bool(checkpoints.complete_checkpoints(self.checkpoints))
-        command = f"resume with --resume_from_checkpoint {quote(str(self.path))}"
-        return command if has_checkpoint else "run the same command again"
+        if checkpoints.complete_checkpoints(self.checkpoints):
+            return f"resume with --resume_from_checkpoint {quote(str(self.path))}"
+        return "run the same command again"
 
     def checkpoint_of_model(self) -> Path | None:
         """Return the newest checkpoint with the weights that model/ has, or None if there is none."""
