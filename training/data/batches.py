@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from common.errors import UserError
+from common.errors import UserError, counted
 from common.limits import free, setting
 from training.data.tokens import Batch, Tokens
 
@@ -99,7 +99,7 @@ def plan_batches(arguments: BatchArguments, context: int, processes: int, larges
     unit = context * processes * (1 if is_auto else int(micro))
     if tokens % unit:
         nearest = sorted({max(1, tokens // unit) * unit, (tokens // unit + 1) * unit})
-        factors = f"context {context} x {processes} process{'es' * (processes > 1)}"
+        factors = f"context {context} x {counted(processes, 'process', 'processes')}"
         factors += "" if is_auto else f" x micro-batch {micro}"
         names = " or ".join(str(value) for value in nearest)
         raise UserError(f"tokens_per_step {tokens} is not a multiple of {unit} ({factors}); the nearest are {names}.")

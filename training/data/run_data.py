@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common import schema
 from common.atomic import write_atomic
-from common.errors import NONSENSE, UserError
+from common.errors import NONSENSE, UserError, counted
 from common.limits import free, setting
 from common.machine import free_memory
 from tokenizer.build.recipe import Recipe
@@ -176,8 +176,8 @@ def choose_placement(choice: str, n_bytes: int, device: torch.device, local_proc
     total, free = n_bytes * local_processes, free_memory()
     if choice in ("device", "ram") and total > free:
         raise UserError(
-            f"data_placement is {choice}, but the tokens need {total / 1e9:.1f} GB of RAM for {local_processes} "
-            f"process{'es' * (local_processes > 1)} and {free / 1e9:.1f} GB are free; use mmap or auto."
+            f"data_placement is {choice}, but the tokens need {total / 1e9:.1f} GB of RAM for "
+            f"{counted(local_processes, 'process', 'processes')} and {free / 1e9:.1f} GB are free; use mmap or auto."
         )
     if choice in ("device", "ram") or (choice == "auto" and total < free / 2):
         return Placement("ram", 0 if device.type == "cuda" else n_bytes)

@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from common.errors import UserError
+from common.errors import UserError, counted
 from training.checkpoints.checkpoint import DamageError
 from training.plan.run import Run
 from training.runtime.device import memory_of_others
@@ -58,8 +58,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _out_of_memory(run: Run) -> Exception:
     plan, last_good = run.plan, run.folder.last_good()
     micro = plan.batches.micro_batch
-    size = f"{micro} sequence{'s' * (micro > 1)} of {plan.batches.context} tokens"
-    sentence = f"Out of memory with a micro-batch of {size}"
+    sentence = f"Out of memory with a micro-batch of {counted(micro, 'sequence')} of {plan.batches.context} tokens"
     if run.setup.autotunes:
         sentence += ", while max-autotune needs memory to try kernels (without torch_compile_mode, more sequences fit)"
     neighbors = memory_of_others()
