@@ -130,7 +130,7 @@ class Saver(AbstractContextManager):
         It is one block, page-locked for a GPU: `pin_memory` would round each tensor up to a power of two, 1.5 to 1.7
         times."""
         try:
-            block = torch.empty(sum(shape.numel() for shape in shapes.values()), dtype=torch.float32)
+            block = torch.empty(self.n_bytes // 4, dtype=torch.float32)
             if self.accelerator.device.type == "cuda":
                 cuda = torch.cuda.cudart()
                 if cuda.cudaHostRegister(block.data_ptr(), block.nbytes, 0) == cuda.cudaError.success:  # WSL2 limits it
