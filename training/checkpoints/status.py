@@ -55,9 +55,8 @@ def record(path: Path, event: str, step: int, **details: Any) -> None:
     with suppress(OSError), path.open("ab+") as file:
         file.seek(-min(1, file.seek(0, os.SEEK_END)), os.SEEK_END)
         is_cut = file.read() not in (b"", b"\n")
-        times = {"time": now(), "clock": round(time.monotonic(), 1)}
-        line = json.dumps(times | {"event": event, "step": step, **details})
-        file.write(b"\n" * is_cut + line.encode() + b"\n")
+        entry = {"time": now(), "clock": round(time.monotonic(), 1), "event": event, "step": step, **details}
+        file.write(b"\n" * is_cut + json.dumps(entry).encode() + b"\n")
 
 
 def now() -> str:
