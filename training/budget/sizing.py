@@ -273,15 +273,15 @@ class Sizer:
             self.left = total if cost.plan else total - usage
             limit = {"total": total, "deadline": time.monotonic() + self.left}
             self._find_speed(sample)
-        option = self._best(1.0)
-        if option is None:
+        factors = FACTORS if amount else {"this": 1.0}
+        rows = {name: row for name, factor in factors.items() if (row := self._best(factor)) is not None}
+        if (option := rows.get("this")) is None:
             raise UserError(self._too_small())
-        rows = {name: self._best(factor) for name, factor in FACTORS.items()} if amount else {"this": option}
         if limit:
             tokens = option.most_tokens if LENGTHS & self.given.keys() else option.tokens
             verdict = price.verdict(amount, self._seconds(option.model, tokens))
             limit |= {"verdict": verdict, "speed": self._speed(option.model)}
-        return Sizing(option, {name: row for name, row in rows.items() if row is not None}, tokenization, **limit)
+        return Sizing(option, rows, tokenization, **limit)
 
     def _bytes(self, model: GPT2ScratchConfig) -> float:
         """Return the bytes of weights, gradients and moments in each process."""
