@@ -1,5 +1,5 @@
-"""Readers of metrics.jsonl (one object per log line, with the names of Transformers' Trainer) and events.jsonl
-(status.py).
+"""Readers of metrics.jsonl (one object per log line and per validation, with the names of Transformers' Trainer) and
+events.jsonl (status.py).
 
 A line that a crash cut off is skipped.
 """

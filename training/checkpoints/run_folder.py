@@ -3,7 +3,7 @@
 runs/x/
     .gpt2scratch.json  marks the folder as a run
     config.yaml      every setting; `--config` runs it again
-    metrics.jsonl    one object per log line
+    metrics.jsonl    one object per log line and per validation
     events.jsonl     events of the run with their times; status.json: its current state
     samples.md       text that the model wrote at each validation
     report.json      the facts shown in the report and the model card

@@ -1,4 +1,4 @@
-"""Health of a run: loss and gradient norm of every step, checked when a line is logged or a checkpoint is saved.
+"""Health of a run: loss and gradient norm of every step, checked before a log line, a checkpoint or a validation.
 
 Between two checks the values stay on the device, so the host does not wait for it. A step with a non-finite loss or
 gradient does not change the model (see train_step.py), so it can be counted later.
