@@ -53,7 +53,8 @@ def architecture_of(source: str, command: ModelArguments, flags: set[str]) -> di
 
 
 def vocabulary_problems(source: str, store: TokenStore) -> Iterator[str]:
-    """Yield the reason why the pretrained model does not fit the store: its tokenizer, or its number of tokens."""
+    """Yield a problem if the pretrained model has another number of tokens than the store. Raise a `UserError` if its
+    tokenizer is another one."""
     with model_errors():
         tokenizer = loading.load_tokenizer(source)
     check_store(source, tokenizer, store)

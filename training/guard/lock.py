@@ -25,7 +25,7 @@ PATIENCE = 30.0  # seconds for a holder that is about to end: after losing its l
 def locked(folder: str | Path, say: Callable[[str], None] = print, patience: float = PATIENCE) -> Iterator[None]:
     """Lock a folder inside the `with` block. The holder of the lock has `patience` seconds to end. Raise a `UserError`
     if it does not, or if the file of the lock cannot be written.
-    A process that replaces itself (`os.execv`) loses the lock and acquires it again."""
+    A process that replaces itself (`os.execve`) loses the lock and acquires it again."""
     place = Path(folder).resolve()
     # Next to the folder, which may be deleted; inside it if it is a disk, which may be all that containers share.
     is_own_disk = place.is_dir() and (os.path.ismount(place) or not os.access(place.parent, os.W_OK))

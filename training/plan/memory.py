@@ -10,7 +10,7 @@ from training.step.optim import moment_bytes, step_bytes
 from training.step.size import size_of
 
 USABLE = 0.8  # fraction of free memory; the rest is for workspaces, fragmentation and memory kept by compilation
-LARGEST_MICRO_BATCH = 1 << 30  # sequences: the maximum of --per_device_train_batch_size
+LARGEST_MICRO_BATCH = 1 << 30  # sequences: more than any --per_device_train_batch_size
 BYTES_KEPT_WHOLE = 4  # per parameter, with several processes: accumulated gradients, in addition to buckets or shards
 # Bytes that a block keeps for its backward pass, each as (fp32, half): per token and unit of its width, and per unit of
 # its MLP's width, before and after the activation (counted by test_memory.py).
