@@ -215,7 +215,7 @@ def _starting_point(
     if may_validate and plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, start.step):
         scores_all = start.step == plan.max_steps and config.evaluation.max_eval_samples is not None
         has_it = on_main(accelerator, lambda: is_reported(folder, start.step, scores_all))
-        start = replace(start, owes_validation=start.is_own(folder) and not has_it)
+        start = replace(start, owes_validation=folder.owns(checkpoint) and not has_it)
     return start
 
 
@@ -246,12 +246,12 @@ def make_plan(
     if not (on_gpu or config.cost.plan):
         problems.sentences += host_memory_problems(memory, local)
     largest = memory.largest_micro_batch(available)
-    if accelerator.num_processes > 1:
+    if processes > 1:
         largest = int(accelerator.gather(torch.tensor([largest], device=accelerator.device)).min())
     largest = min(largest, restarted().get("micro_batch", largest))
     if position.step and not on_gpu:
         largest = min(largest, on_main(accelerator, lambda: _earlier_micro_batch(config.run.folder, processes)))
-    batches = plan_batches(config.batch, model.n_positions, accelerator.num_processes, largest)
+    batches = plan_batches(config.batch, model.n_positions, processes, largest)
     order = problems.add_of(WindowOrder, [store.metadata.train.tokens, model.n_positions, config.run.seed])
     if on_gpu:  # a CPU has no CUDA graphs
         problems.sentences += cuda_graph_problems(setup, batches)

@@ -121,6 +121,10 @@ class RunFolder:
                 return bool(checkpoints.listed_files(checkpoint))
         return False
 
+    def owns(self, checkpoint: Path | None) -> bool:
+        """Return whether a checkpoint is the run's own, rather than from a run that this one branches off from."""
+        return checkpoint is not None and checkpoint.parent.resolve() == self.checkpoints.resolve()
+
     def newest_checkpoint(self, say: Callable[[str], None]) -> Path | None:
         """Return the newest undamaged checkpoint.
         Report and skip damaged ones. Raise a `UserError` if there are checkpoints and all of them are damaged."""

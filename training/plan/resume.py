@@ -34,10 +34,6 @@ class ResumePoint:
     def step(self) -> int:
         return self.state.position.step
 
-    def is_own(self, folder: RunFolder) -> bool:
-        """Return whether the checkpoint is the run's own, rather than from a run that this one branches off from."""
-        return self.checkpoint is not None and self.checkpoint.parent.resolve() == folder.checkpoints.resolve()
-
 
 def resume_position(state: TrainState | None, data: str, passed_over: Iterable[Sequence[int]]) -> DataPosition:
     """Return the position in the data to start from. If the data changed, start at the beginning of the new data.
@@ -83,8 +79,7 @@ def choose_checkpoint(
         checkpoint = _newest(folder, backup, None if is_restored else settings, say, first_step)
         if checkpoint is None and source is not None:  # neither the folder nor its backup has begun
             checkpoint = _named_checkpoint(source, folder, None, None, say)
-    is_own = checkpoint is not None and checkpoint.parent.resolve() == folder.checkpoints.resolve()
-    if not (is_own or overwrites) and (folder.model / checkpoints.WEIGHTS).exists():
+    if not (folder.owns(checkpoint) or overwrites) and (folder.model / checkpoints.WEIGHTS).exists():
         raise UserError(
             f"{folder.path} contains a model, but no checkpoint that this command can resume from; use another "
             "--output_dir, or delete the model with --overwrite_output_dir."

@@ -57,7 +57,7 @@ def begin_run(run: Run, arguments: RunArguments, config: str, estimate: dict[str
 
 def _write_beginning(run: Run, arguments: RunArguments, config: str, estimate: dict[str, float | None]) -> None:
     folder, start = run.folder, run.start
-    own_checkpoint = start.checkpoint if start.is_own(folder) else None
+    own_checkpoint = start.checkpoint if folder.owns(start.checkpoint) else None
     earlier_starts = []  # the starts of the run that this one branches off from
     if start.checkpoint is not None and own_checkpoint is None:
         events = read_events(RunFolder(run_of(start.checkpoint)).events)
@@ -144,7 +144,7 @@ def print_end(run: Run, arguments: RunArguments, step: int, reason: str | None) 
 def finish_again(run: Run, optim: OptimArguments, chooses_best: bool, has_new_length: bool) -> None:
     """Complete the files of a finished run, in case it was killed at its very end, and print the next commands. Raise a
     `UserError` if its folder cannot be written."""
-    if not run.start.is_own(run.folder) or (has_new_length and run.start.step > run.plan.max_steps):
+    if not run.folder.owns(run.start.checkpoint) or (has_new_length and run.start.step > run.plan.max_steps):
         raise UserError(
             f"{run.start.checkpoint} is at step {run.start.step:,} of {run.plan.max_steps:,}, so nothing is left to "
             "train; use a greater length."
