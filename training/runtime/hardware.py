@@ -36,7 +36,7 @@ RENTALS = {key: schema.build(rental, Rental) for key, rental in _DATA["rentals"]
 
 @dataclass
 class CostArguments:
-    hourly_price: float | None = free(None, "Dollars per hour for all devices, for plan, report and model card.")
+    hourly_price: float | None = free(None, "Dollars per hour for all devices, for plan, budget, log, report and card.")
     plan: bool = free(False, "Estimate memory, time, cost and disk use, and report problems, without training.")
     plan_device: str | None = free(
         None,
