@@ -25,7 +25,7 @@ from training.step.loss import NextTokenLoss
 
 
 def shard(
-    loss: NextTokenLoss, accelerator: Accelerator, place: str, compile_settings: dict[str, Any] | None = None
+    loss: NextTokenLoss, accelerator: Accelerator, place: str, compile_settings: dict[str, Any] | None
 ) -> NextTokenLoss:
     """Replace the parameters of `loss.model` with their shards, which stay in `place`, "device" or "cpu". All processes
     must have the same weights. Build the optimizer afterwards. `compile_settings`: those of `torch.compile`. The loss
