@@ -103,6 +103,11 @@ def test_plan_for_a_rented_device_uses_its_datasheet(store, tmp_path, capsys):
     assert "of 80.0 GB per device" in output
     rows = [line.split(" | ")[0] for line in output.splitlines() if line.startswith("| ")]
     assert rows[1:4] == ["| A100 40 GB", "| A100 80 GB", "| H100 80 GB"]
+    large = {"n_layer": 36, "n_head": 20, "n_embd": 1280, "n_positions": 512, "tokens_per_step": 512, "plan_steps": 0}
+    output = planned(store, tmp_path, capsys, **large, plan_device="t4-16gb")
+    assert "GB of 16.0 GB per device" in output
+    for here in (output, planned(store, tmp_path, capsys, **large)):  # the same devices, with no part of a CPU's memory
+        assert "\n| T4" in here
 
 
 def test_a_large_model_is_measured_by_a_small_one(store, tmp_path, capsys, monkeypatch):
