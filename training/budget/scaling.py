@@ -128,12 +128,12 @@ def average_horizon(steps: int, epochs: float) -> int | None:
 
 def expected_loss(family: str, parameters: float, tokens: float) -> tuple[float, float] | None:
     """Return the lowest and highest loss, in nats per token of web text with about 32,000 tokens in the vocabulary, or
-    None for a model outside of the range of the fits.
+    None for a model outside of the range of the fits, or with less than a token per parameter.
 
     Two fits of the same runs: Hoffmann et al. 2022, equation 10, and Besiroglu et al. 2024. A modern model of
     12 layers needs half of GPT-2's tokens for a loss (docs/tokens_to_loss.md): its lowest is that of twice the tokens.
     """
-    if not PUBLISHED_SIZES[0] <= parameters <= PUBLISHED_SIZES[1]:
+    if not PUBLISHED_SIZES[0] <= parameters <= min(PUBLISHED_SIZES[1], tokens):
         return None
     fits = ((1.69, 406.4, 0.34, 410.7, 0.28), (1.8172, 482.01, 0.3478, 2085.43, 0.3658))
     amounts = (tokens, 2 * tokens) if family == "modern" else (tokens,)

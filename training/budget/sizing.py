@@ -425,10 +425,12 @@ class Sizer:
             self.mfu, self.source = speed.mfu, speed.source
             return
         if plan_device:
+            is_small_text = self.repetition.parameters * self.tokens < FILLS_A_GPU
             raise UserError(
                 f"plan_device is {plan_device}, but the best model for the budget is smaller than "
-                f"{FILLS_A_GPU / 1e6:.0f}M parameters: no speed is published for it; use a larger --budget or "
-                "more text, or plan without --plan_device on the device itself."
+                f"{FILLS_A_GPU / 1e6:.0f}M parameters: no speed is published for it; use "
+                f"{'more text' if is_small_text else 'a larger --budget'}, or plan without --plan_device on the device "
+                "itself."
             )
         printer(self.accelerator)("Measuring the speed of this device in a few steps ...")
         depth, tokens = (self.depths[0], 1) if option is None else (option.model.n_layer, option.tokens)
