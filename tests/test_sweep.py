@@ -11,7 +11,7 @@ import pytest
 
 from conftest import TINY, assert_user_error, error_of, flags, lines, metrics, wait_until
 from training import compare_runs, sweep
-from training.config import read_config
+from training.config import dump_config, read_config
 
 SETTINGS = {name: value for name, value in TINY.items() if name != "learning_rate"}
 
@@ -55,6 +55,13 @@ def test_a_killed_sweep_continues_after_its_finished_and_failed_runs(store, run,
     shutil.rmtree(first / "checkpoints")
     sweep.main([*arguments[:-1], "learning_rate=0.01"])
     assert "learning_rate=0.01 is finished. It has no checkpoints" in capsys.readouterr().out
+
+
+def test_a_run_without_checkpoints_is_compared_without_what_its_text_chose(tmp_path):
+    words = ["--data", str(tmp_path / "my.txt"), "--output_dir", str(tmp_path)]
+    config = read_config(words)
+    (tmp_path / "config.yaml").write_text(dump_config(config.with_settings({"max_steps": 49, "mask_documents": True})))
+    assert [len(sweep.differences(read_config([*words, *flag]))) for flag in ([], ["--max_steps", "9"])] == [1, 2]
 
 
 def test_two_values_for_one_folder_are_refused(store, tmp_path):

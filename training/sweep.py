@@ -97,8 +97,9 @@ def main(arguments: list[str]) -> None:
 
 
 def differences(config: TrainConfig) -> list[str]:
-    """Return the differences from the run in the folder, without settings that a budget chose."""
-    choices = CHOICES - config.given if config.budget.chooses else set()
+    """Return the differences from the run in the folder, without settings that a budget or the text chose."""
+    has_choices = config.budget.chooses or config.sources.get("max_steps") == "quickstart"
+    choices = CHOICES - config.given if has_choices else set()
     settings = replace(config.settings, allowed=config.settings.allowed | choices)
     return settings.differences(read_yaml(config.run.folder.config))
 
