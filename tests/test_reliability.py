@@ -333,7 +333,7 @@ def test_out_of_memory_halves_the_micro_batch_in_a_fresh_process(launch, store, 
     limited_launch = partial(launch, "-c", LIMITED % STARVED, MALLOC_ARENA_MAX="1")
     result = limited_launch(*flags(data=store.folder, output_dir=run, **settings))
     assert result.returncode == 0, result.stderr
-    assert "Out of memory with a micro-batch of 16384" in result.stdout
+    assert "Out of memory with a micro-batch of 16,384" in result.stdout
     *_, batches = (event["batches"] for event in lines(run / "events.jsonl") if "batches" in event)
     assert batches["micro_batch"] * batches["accumulation"] == 16384
     assert batches["micro_batch"] < 16384
@@ -357,7 +357,7 @@ def test_out_of_memory_in_one_process_of_two_halves_the_micro_batch_of_both(laun
     arguments = flags(data=store.folder, output_dir=tmp_path / "run", **settings)
     result = launch(*TWO_PROCESSES, script, *arguments, MALLOC_ARENA_MAX="1")
     assert result.returncode == 0, result.stderr
-    assert "Out of memory with a micro-batch of 16384" in result.stderr
+    assert "Out of memory with a micro-batch of 16,384" in result.stderr
     assert status(tmp_path / "run")["state"] == "finished"
 
 

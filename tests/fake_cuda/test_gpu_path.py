@@ -142,7 +142,8 @@ def test_a_run_out_of_memory_restarts_in_a_fresh_process_with_half_the_micro_bat
     flags = ("--data", stores / "32000", "--output_dir", tmp_path / "run", "--tokens_per_step", str(2**20))
     done = on_card("T4", "-c", TOO_MUCH, tmp_path / "seen.json", *SMALL, *flags, "--max_steps", "3")
     assert done.returncode == 0, done.stderr[-3000:]
-    tried = [int(size) for size in re.findall(r"Out of memory with a micro-batch of (\d+) sequences", done.stdout)]
+    tried = re.findall(r"Out of memory with a micro-batch of ([\d,]+) sequences", done.stdout)
+    tried = [int(size.replace(",", "")) for size in tried]
     assert tried
     assert json.loads((tmp_path / "seen.json").read_text())["micro_batch"] == tried[-1] // 2
     assert [first // 2 for first in tried[:-1]] == tried[1:]

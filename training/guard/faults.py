@@ -75,5 +75,5 @@ def _out_of_memory(run: Run) -> Exception:
             f"{sentence}; {last_good}. Resume with --per_device_train_batch_size auto, which finds a size that fits; "
             "tokens_per_step and the order of the data stay the same."
         )
-    reason = f"{sentence}: resuming from the last checkpoint with at most {micro // 2}, in a fresh process."
+    reason = f"{sentence}: resuming from the last checkpoint with at most {micro // 2:,}, in a fresh process."
     return Restart(reason, {"micro_batch": micro // 2})
