@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from common.errors import UserError
 from examples.tuning.base import load
 from examples.tuning.measurements import MEASURED, Learned, mean_loss, score, until
-from examples.tuning.records import read_examples, splits, with_system
+from examples.tuning.records import UselessError, read_examples, splits, with_system
 from examples.tuning.settings import parse, start
 from examples.tuning.template import give_template, template_errors, without_control_tokens
 from examples.tuning.trainer import lora, shared_settings, train_and_save
@@ -27,7 +27,7 @@ Messages = list[dict[str, str]]
 def chat_of(record: dict[str, Any]) -> dict[str, Messages]:
     """Return the chat of a record as `messages`: of `messages`, of ShareGPT's `conversations`, of TRL's `prompt` and
     `completion`, or of Alpaca's `instruction`, `input` and `output`. Raise a `ValueError` if it has no assistant's
-    turn that answers another one, or an empty one."""
+    turn that answers another one, or a `UselessError` if an answer is empty."""
     found = next((record[name] for name in ("messages", "conversations") if record.get(name) is not None), None)
     if found is None and {"prompt", "completion"} <= record.keys():
         found = turns(record["prompt"], "user") + turns(record["completion"], "assistant")
@@ -47,7 +47,7 @@ def chat_of(record: dict[str, Any]) -> dict[str, Messages]:
     if "assistant" not in roles[1:]:
         raise ValueError(f"has no answer of the role assistant, but only {', '.join(dict.fromkeys(roles))}")
     if not all(message["content"].strip() for message in chat if message["role"] == "assistant"):
-        raise ValueError("has an empty answer of the role assistant")
+        raise UselessError("has an empty answer of the role assistant")
     return {"messages": chat}
 
 

@@ -39,11 +39,11 @@ def template_errors() -> Iterator[None]:
 
 def without_control_tokens(messages: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
     """Return messages, normalized as for pre-training, without text that the tokenizer would encode as a control token,
-    which would end the turn or begin another one. A text, which may be a whole chat, is returned as it is."""
-    if not isinstance(messages, list):
-        return messages
-    tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    which would end the turn or begin another one. A text, which may be a whole chat, keeps such text."""
     normalize = Cleaner(["normalize"])
+    if not isinstance(messages, list):
+        return normalize(messages)
+    tokens = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     pattern = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
     def plain(text: str) -> str:
