@@ -54,10 +54,12 @@ def assemble(
         write_atomic(destination / CONFIG, json.dumps(onnx_config(model.config), indent=2) + "\n")
     if (destination / CONFIG).is_file():
         model.generation_config.save_pretrained(destination)  # with the tokens that end a text
+    template = tokenizer.chat_template
+    template = template.get("default") if isinstance(template, dict) else template
     for path in destination.rglob("tokenizer_config.json"):
         _set(path, "auto_map", None)  # code of the tokenizer's author
-        if options.onnx_types and tokenizer.chat_template:  # transformers.js does not read chat_template.jinja
-            _set(path, "chat_template", tokenizer.get_chat_template())
+        if options.onnx_types and template is not None:  # transformers.js does not read chat_template.jinja
+            _set(path, "chat_template", template)
     for plot in release.plots:
         shutil.copy(plot, destination / plot.name)
     gguf, name, license = [], repository.id.split("/")[1], options.license or release.metadata.get("license")
