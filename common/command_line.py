@@ -87,7 +87,7 @@ class FlagParser:
         except UserError as error:
             problems.add(str(error), "config")
         if request := HELP & set(arguments):
-            if os.environ.get("RANK", "0") == "0":
+            if speaks():
                 print(self.describe("--help_all" in request or not self.main, file, path))
             sys.exit(0)
         has_file = "config" not in problems.unsure  # otherwise its values are unknown
@@ -280,10 +280,15 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         code = _report(UserError(": ".join(str(part) for part in (error.filename, error.strerror) if part) + "."))
         _leave_stdout()
     except KeyboardInterrupt as error:
-        if os.environ.get("RANK", "0") == "0":
+        if speaks():
             print(str(error) or "interrupted", file=sys.stderr, flush=True)
         code = 130
     sys.exit(code)
+
+
+def speaks() -> bool:
+    """Return whether this process prints what all processes of its launcher would print."""
+    return os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ  # a cluster may set RANK
 
 
 def _report(error: UserError) -> int:

@@ -161,6 +161,8 @@ def test_help_lists_all_flags_or_only_the_main_flags_and_the_groups(capsys, monk
     assert "The shape." not in text
     assert "The shape." in helped(capsys, "--help_all", main=("config", "n_layer"))
     monkeypatch.setenv("RANK", "1")
+    assert helped(capsys, "--help", main=("config", "n_layer")) == text
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert helped(capsys, "--help") == ""
 
 
@@ -403,6 +405,7 @@ def test_one_process_prints_the_error_and_all_share_its_code(capsys, monkeypatch
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with pytest.raises(SystemExit) as leaving:
         run(main)
     assert (leaving.value.code, capsys.readouterr().err, pauses) == (code, output, seconds)

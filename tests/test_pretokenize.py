@@ -153,6 +153,7 @@ def test_invalid_values_are_reported_in_one_sentence(tmp_path, text, monkeypatch
     command = ("--input", text, "--output", tmp_path / "store")
     with monkeypatch.context() as context:
         context.setenv("WORLD_SIZE", "2")
+        context.setenv("TORCHELASTIC_RUN_ID", "none")
         assert refused(*command) == "One process uses all cores, but 2 were started; leave out the launcher."
     for shard in ("3/3", "1", "0/0"):
         assert f"shard is {shard}; it must be i/n with i from 0 to n - 1" in refused(*command, "--shard", shard)

@@ -189,7 +189,7 @@ sys.modules[__name__].__class__ = _CallableModule
 
 def main(arguments: list[str]) -> None:
     options, ids, *parts = parse(arguments, {})
-    if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
+    if "TORCHELASTIC_RUN_ID" in os.environ and (processes := os.environ["WORLD_SIZE"]) != "1" and not options.shard:
         raise UserError(f"One process uses all cores, but {processes} were started; leave out the launcher.")
     if options.list:
         print("\n".join(listed()))
