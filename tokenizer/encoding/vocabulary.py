@@ -174,7 +174,7 @@ def count_words(texts: Iterable[str]) -> Counter[bytes]:
     second, fourth ... piece is counted."""
     splitter, counts = WordSplitter(), Counter()
     pieces, number_of_pieces, step = [], 0, 1
-    for batch in blocks(map(str.encode, texts), COUNTED_BYTES):
+    for batch in blocks(itertools.chain(map(str.encode, texts), [b""]), COUNTED_BYTES):
         if len(counts) > COUNTED_WORDS:
             counts = Counter({word: number for word, number in counts.items() if number > 1})
         distinct = splitter.words(batch).value_counts()
