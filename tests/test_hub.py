@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Features, Image, Value
 from test_corpus import write
 from test_merge import documents
 
@@ -75,8 +76,10 @@ def jsonl(*texts: str) -> bytes:
 
 
 def parquet(*texts: str) -> bytes:
-    file = io.BytesIO()
-    pq.write_table(pa.table({"content": texts}), file, row_group_size=2)
+    """Return a table of texts, each with a picture that is not decoded, because it cannot be."""
+    file, features = io.BytesIO(), Features({"content": Value("string"), "picture": Image()})
+    columns = {"content": texts, "picture": [{"bytes": b"broken", "path": None}] * len(texts)}
+    pq.write_table(pa.table(columns, schema=features.arrow_schema), file, row_group_size=2)
     return file.getvalue()
 
 

@@ -60,6 +60,13 @@ def shortened(error: Exception) -> str:
     return textwrap.shorten(str(error), 300, placeholder=" ...").rstrip(".")
 
 
+def media_columns(part: Any) -> list[str]:
+    """Return the columns of a dataset with pictures, sound or video, which is decoded when a record is read."""
+    from datasets.features.features import require_decoding
+
+    return [name for name, feature in (part.features or {}).items() if require_decoding(feature)]
+
+
 @dataclass
 class HubDataset:
     """Hub dataset, written as `user/name`, `user/name:config`, `user/name:config:split` or `user/name::split`, each
@@ -133,7 +140,7 @@ class HubDataset:
         Raise a `UserError` if the connection is lost, or the data are broken."""
         stream = self.streams[0] if shard is None else self.streams[0].shard(self.streams[0].num_shards, shard)
         try:
-            yield from stream
+            yield from stream.decode(False) if media_columns(stream) else stream
         except Exception as error:
             raise UserError(f"Reading {self} stopped: {shortened(error)}. Run the same command again.") from error
 
