@@ -383,6 +383,10 @@ def test_folders_that_datasets_saved_are_read_without_their_other_files(tmp_path
         writer.finalize()
     assert ranges(corpus(tmp_path / "batches.arrow")) == [[("batches.arrow", i, i + 1)] for i in range(5)]
     assert documents(tmp_path / "batches.arrow") == texts
+    table = pa.table({"text": texts})
+    with pa.ipc.new_file(str(tmp_path / "file.arrow"), table.schema) as writer:  # as Polars writes it
+        writer.write_table(table, max_chunksize=2)
+    assert documents(tmp_path / "file.arrow") == texts
 
 
 def test_identity_and_fingerprint_detect_changes(tmp_path):

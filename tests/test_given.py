@@ -8,7 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict, interleave_datasets
+from datasets import (
+    Dataset,
+    DatasetDict,
+    Features,
+    Image,
+    IterableDataset,
+    IterableDatasetDict,
+    Value,
+    interleave_datasets,
+)
 
 from conftest import assert_one_sentence, contents, prose, wait_until
 from tokenizer import pretokenize
@@ -53,6 +62,10 @@ def test_own_filters_splits_paths_and_lists_are_used(tmp_path):
     odd = iterable(ROWS).filter(lambda row: row["id"] % 2).map(lambda row: {"text": row["text"].upper()})
     store = pretokenize(odd, tmp_path / "odd", **SETTINGS)
     assert store.metadata.counts["documents"] == 200
+    features = Features({"picture": Image(), "id": Value("int32"), "text": Value("string")})  # which cannot be decoded
+    pictures = Dataset.from_list([{"picture": {"bytes": b"", "path": None}, **row} for row in ROWS[:9]], features)
+    for data in (pictures, pictures.to_iterable_dataset()):
+        assert pretokenize(data, tmp_path / type(data).__name__, **SETTINGS).metadata.counts["documents"] == 9
     both = interleave_datasets([iterable(ROWS[:100]), iterable(ROWS[100:200])])
     assert pretokenize(both, tmp_path / "both", **SETTINGS).metadata.counts["documents"] == len([*both])
     splits = IterableDatasetDict({"train": iterable(ROWS[:300]), "validation": iterable(ROWS[300:]), "other": both})
@@ -133,6 +146,9 @@ def test_killed_program_resumes_and_another_dataset_is_refused(expected, tmp_pat
     assert tokens(tmp_path / "store") == expected
 
 
+ONCE = iter(ROWS)
+
+
 def failing():
     yield from ROWS[:200]
     raise ConnectionError("the line is cut")
@@ -149,7 +165,13 @@ def failing():
         (dict.fromkeys(("train", "val"), Dataset.from_list(ROWS)), {}, r"dict has a split val, .* name it validation"),
         (IterableDataset.from_generator(failing), {}, r"Reading IterableDataset stopped: the line is cut\. Correct"),
         (iterable([]), {}, r"no text"),
-        (iterable([*ROWS[:50], *({"body": "x"} for _ in range(50))]), {}, r"50 records have no text and 50 have text"),
+        (IterableDataset.from_generator(lambda: ONCE), {}, r"other records when it is read again"),
+        (["some text " * 100], {}, r"some text [^;]{,300}; check the path"),
+        (
+            iterable([*ROWS[:50], *({"body": "x"} for _ in range(50))]),
+            {},
+            r"50 records .* and 50 .* first in IterableDataset/train, record 51;",
+        ),
         ({"train": "x"}, {}, r"The data are of the type dict; give a Dataset"),
         (Dataset.from_list(ROWS), {"vocab_siz": 300}, r"Unknown flag --vocab_siz\. Did you mean --vocab_size\?"),
         (Dataset.from_list(ROWS), {"tokenizer": object()}, r"tokenizer is of the type object; give a name"),

@@ -21,6 +21,7 @@ PIECE_BYTES = 1 << 20
 FILES_PER_PROBLEM = 20  # number of files that a store names for each problem
 LONGEST_RUN = 16 << 20  # characters; text without a place to cut stays one piece up to this length
 SURROGATES = re.compile("[\ud800-\udfff]")
+COPY = re.compile(r".*\.unfinished/text/(.*)\.jsonl")  # of a dataset, in the folder of unfinished work
 
 
 class Piece(NamedTuple):
@@ -75,7 +76,7 @@ class Counts:
         worst = {}
         for name, places in self.first.items():
             path, (number, place) = max(places.items(), key=lambda item: item[1][0])
-            words = {file: place_words(places[file][1]) for file in [*places][:FILES_PER_PROBLEM]}
+            words = dict(shown(file, places[file][1]) for file in [*places][:FILES_PER_PROBLEM])
             worst[name] = [path, place | {"number": number, "files": words}]
         return worst
 
@@ -87,6 +88,14 @@ def place_words(place: dict[str, Any], path: str | None = None) -> str:
     units = ("line" if "line" in place else "byte", "record")
     words = "".join(f", {unit} {place[unit]:,}" for unit in units if unit in place)
     return words + (f" ({place['why']})" if "why" in place else "")
+
+
+def shown(path: str, place: dict[str, Any], with_lines: bool = False) -> tuple[str, str]:
+    """Return the name of a file, and a place in it as the end of a sentence. The copy of a dataset that a program gave
+    is named after the dataset, and its lines are records."""
+    copy = COPY.fullmatch(path)
+    words = place_words(place, path if with_lines or copy else None)
+    return (path, words) if copy is None else (copy[1], words.replace(", line", ", record", 1))
 
 
 class Limit(NamedTuple):

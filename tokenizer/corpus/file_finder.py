@@ -81,7 +81,7 @@ class FileFinder:
             problem = "has no files except hidden files, token stores, runs and links (only a glob follows links)"
             problem += ", and files that --exclude matches" * bool(self.exclude)
         near = difflib.get_close_matches(entry, names(), n=1)
-        raise UserError(f"{entry} {problem}; {f'did you mean {near[0]}?' if near else 'check the path.'}")
+        raise UserError(f"{entry:.200} {problem}; {f'did you mean {near[0]}?' if near else 'check the path.'}")
 
     def _is_excluded(self, path: str | Path, root: str) -> bool:
         """Return whether a pattern of --exclude matches the end of `path`, below its input `root`, or of a parent

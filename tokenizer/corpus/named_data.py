@@ -57,7 +57,7 @@ def find(entry: str) -> NamedData | None:
     path, (name, _, language) = Path(entry), entry.partition(":")
     if path.suffix == ".yaml" and path.is_file():
         return _read(path) if re.search(rb"^(dataset|package):", path.read_bytes()[:4096], re.MULTILINE) else None
-    if path.exists() or name not in names():
+    if name not in names() or path.exists():
         return None
     data = _read(FOLDER / f"{name}.yaml")
     if (LANGUAGE in (data.config or "")) != bool(language):

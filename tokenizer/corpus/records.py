@@ -164,11 +164,18 @@ def _arrow(part: ByteRange) -> Records:
 
 
 def arrow_batches(path: str) -> Iterator[Any]:
-    """Yield the record batches of an arrow file in the stream format that `datasets` writes, without copying them."""
+    """Yield the record batches of an arrow file, without copying them: in the stream format that `datasets` writes, or
+    in the file format."""
     import pyarrow as pa
 
-    with pa.memory_map(path) as file, pa.ipc.open_stream(file) as reader:
-        for batch in reader:
+    with pa.memory_map(path) as file:
+        if file.read(6) == b"ARROW1":
+            reader = pa.ipc.open_file(file)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            file.seek(0)
+            batches = pa.ipc.open_stream(file)
+        for batch in batches:
             batch.validate()
             yield batch
 
