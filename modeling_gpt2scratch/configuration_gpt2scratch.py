@@ -35,8 +35,8 @@ class GPT2ScratchConfig(PreTrainedConfig):
         n_layer: number of blocks.
         n_head: number of attention heads; divides `n_embd`.
         n_inner: width of the MLP; `None` means `4 * n_embd`.
-        activation_function: a name from Transformers' `ACT2FN`: `gelu` is exact, `gelu_new` GPT-2's tanh approximation,
-            `relu2` squared ReLU (So et al. 2021, "Primer").
+        activation_function: a name from Transformers' `ACT2FN` but xielu: `gelu` is exact, `gelu_new` GPT-2's tanh
+            approximation, `relu2` squared ReLU (So et al. 2021, "Primer").
         rope_parameters: `{"rope_type": "default", "rope_theta": 10000.0}` for rotary positions (Su et al. 2021,
             "RoFormer"); Transformers' `linear`, `yarn` and `llama3` scale them to a longer context. `None` for learned
             positions.
@@ -138,6 +138,8 @@ class GPT2ScratchConfig(PreTrainedConfig):
             problems.append(
                 f"activation_function {self.activation_function!r} is unknown to Transformers (GPT-2's is 'gelu_new')"
             )
+        elif self.activation_function == "xielu":
+            problems.append("activation_function 'xielu' has buffers of its own, which are not saved; choose another")
         if self.normalization not in ("layer_norm", "rms_norm"):
             problems.append(f"normalization is {self.normalization!r} but must be 'layer_norm' or 'rms_norm'")
         if self.attention_scale is not None and not 0.0 < self.attention_scale < math.inf:

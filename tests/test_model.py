@@ -178,7 +178,12 @@ def test_all_problems_of_a_config_are_reported_together_also_on_loading_and_savi
         assert words in str(error.value)
     for wrong in (
         *({"n_layer": "12"}, {"resid_pdrop": None}, {"tie_word_embeddings": "yes"}, {"use_bias": None}),
-        *({"normalization": "rms"}, {"attention_scale": 0.0}, {"attention_scale": math.inf}),
+        *(
+            {"activation_function": "xielu"},
+            {"normalization": "rms"},
+            {"attention_scale": 0.0},
+            {"attention_scale": math.inf},
+        ),
         *({"rope_parameters": ROPE | more} for more in ({"rope_theta": 1}, {"rope_type": "dynamic"}, {"factor": 8})),
         {"rope_parameters": ROPE | {"rope_type": "linear", "factor": 0.5}},
         {"rope_parameters": ROPE, "n_embd": 18, "n_head": 2},
