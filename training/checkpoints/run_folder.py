@@ -132,9 +132,13 @@ class RunFolder:
         for checkpoint in reversed(candidates):
             if (problem := checkpoints.damage(checkpoint)) is None:
                 return checkpoint
-            say(f"WARNING: {checkpoint} is damaged: {problem}. The previous checkpoint is used instead.")
+            say(f"WARNING: {checkpoint} is damaged: {problem}.")
         if candidates:
-            raise UserError(f"All checkpoints in {self.checkpoints} are damaged; use --overwrite_output_dir.")
+            raise UserError(
+                f"All checkpoints in {self.checkpoints} are damaged; start from the weights of {self.model} with "
+                f"--init_from {quote(str(self.path))} and another --output_dir, or delete the run with "
+                "--overwrite_output_dir."
+            )
         return None
 
     def last_good(self) -> str:
