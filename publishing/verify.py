@@ -93,6 +93,7 @@ def expect(release: PublishedModel) -> Expected:
 def verify(location: Location, reference: Expected) -> None:
     """Load and run the published model in a fresh process and print the result.
     Raise a `UserError` if it does not load, has missing or unexpected weights, or computes different results."""
+    print(f"Verifying {location} in a fresh process ...", flush=True)
     answer, logits = _run_isolated(location, reference)
     difference = (logits[:-1] - reference.logits).abs().max().item()
     cache_difference = (logits[-1] - reference.logits[-1]).abs().max().item()

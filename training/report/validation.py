@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import torch
 
+from common.terminal import CONTROL
 from training.checkpoints.samples import write_samples
 from training.evaluation.sampling import sample
 from training.evaluation.scoring import evaluate
@@ -69,6 +70,7 @@ class Validation:
             self.run.accelerator.autocast() if needs_half else nullcontext(),
         ):
             samples = sample(model, self.run.data.tokenizer, self.run.sampling, seed)
+        samples = [(prompt, text.translate(CONTROL)) for prompt, text in samples]
         if not self.run.accelerator.is_main_process:
             return
         write_samples(self.run.folder.samples, step, samples)
