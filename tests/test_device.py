@@ -73,10 +73,12 @@ def test_gradient_checkpointing_is_enabled_on_request_without_a_warning():
         (None, "0", r"GPU, because it is a CPU-only build: install a build of torch for a CUDA version"),
         ("13.0", "0", r"GPU, probably because its driver is older than CUDA 13\.0: install"),
         ("13.0", "", None),
+        ("no GPU", "0", None),
     ],
 )
 def test_a_gpu_that_torch_does_not_use_is_named_with_the_remedy(tmp_path, monkeypatch, cuda, visible, cause):
-    (tmp_path / "nvidia-smi").touch(0o755)
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{'Failed' if cuda == 'no GPU' else 'GPU 0: a GPU'}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
     for name, value in (("PATH", str(tmp_path)), ("CUDA_VISIBLE_DEVICES", visible)):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.version, "cuda", cuda)

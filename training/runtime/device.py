@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import subprocess
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -121,8 +122,7 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
             f"Attention does not use cuDNN: with mask_documents and context {context}, its gradients can be NaN (at "
             "64, 192, 320 ...)."
         )
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if shutil.which("nvidia-smi") and not torch.cuda.is_available() and not is_hidden:
+    if not torch.cuda.is_available() and _has_visible_gpu():
         cuda = torch.version.cuda
         cause = f"probably because its driver is older than CUDA {cuda}" if cuda else "because it is a CPU-only build"
         notes.append(
@@ -136,6 +136,14 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
     problems.refuse()
     settings = vars(arguments) | {"mixed_precision": precision, "torch_compile": compiles, "notes": tuple(notes)}
     return Setup(sharding=sharding, cudnn_attention=cudnn_attention, mask_documents=mask_documents, **settings)
+
+
+def _has_visible_gpu() -> bool:
+    """Return whether the driver lists an NVIDIA GPU that nobody hid from torch."""
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or parse_flag_from_env("ACCELERATE_USE_CPU")
+    if is_hidden or shutil.which("nvidia-smi") is None:
+        return False
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).stdout.startswith(b"GPU ")
 
 
 def has_kernels(built_for: list[str], capability: tuple[int, int]) -> bool:
