@@ -53,6 +53,9 @@ def pair_of(record: dict[str, Any]) -> dict[str, Any]:
         pair = {name: normalized(part) for name, part in pair.items()}
     if None in pair.values():
         raise ValueError("has a part that is neither text nor a list of messages with role and content")
+    answer = pair["chosen"] if isinstance(pair["chosen"], str) else pair["chosen"][-1]["content"]
+    if not answer.strip():
+        raise UselessError("has an empty answer, chosen")
     if pair["chosen"] == pair["rejected"]:
         raise UselessError("has equal answers, chosen and rejected")
     if "prompt" not in pair or any(pair[name][0]["role"] in ("system", "user") for name in ("chosen", "rejected")):

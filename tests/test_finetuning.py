@@ -24,7 +24,7 @@ import push_to_hub
 from common.errors import UserError
 from conftest import MODERN_RUN, TWO_PROCESSES, assert_user_error, prose, tokenized, trained, wait_until
 from examples import finetune_chat, finetune_preferences, finetune_text, python_chats
-from examples.tuning.records import splits
+from examples.tuning.records import UselessError, splits
 from examples.tuning.settings import Tuning
 from examples.tuning.template import PLAIN_TURNS, without_control_tokens
 from hub_server import File, Repository, serving
@@ -202,6 +202,9 @@ def test_a_pair_is_text_or_messages_and_its_prompt_may_be_implicit():
     shared = {"chosen": [{"from": "human", "value": "u"}, good], "rejected": [user, bad]}
     for record in (pair("u", "a", [bad]), pair([user], "a", [bad]), {"prompt": "u"} | shared, shared):
         assert finetune_preferences.pair_of(record) == pair([user], [good], [bad])
+    for empty in (" ", [good | {"content": ""}]):
+        with pytest.raises(UselessError, match="an empty answer, chosen"):
+            finetune_preferences.pair_of(pair("u", empty, [bad]))
     with pytest.raises(ValueError, match="no common beginning"):
         finetune_preferences.pair_of(pair("u", "a", [user, bad]))  # only one of them repeats the prompt
     text = {"chosen": "u: a", "rejected": "u: b"}

@@ -38,8 +38,8 @@ def template_errors() -> Iterator[None]:
 
 
 def without_control_tokens(messages: Any, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return messages, normalized as for pre-training, without text that the tokenizer would encode as a control token,
-    which would end the turn or begin another one. A text, which may be a whole chat, keeps such text."""
+    """Return messages, normalized as by --cleaning normalize, without text that the tokenizer would encode as a control
+    token, which would end the turn or begin another one. A text, which may be a whole chat, keeps such text."""
     normalize = Cleaner(["normalize"])
     if not isinstance(messages, list):
         return normalize(messages)
