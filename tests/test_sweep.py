@@ -60,7 +60,7 @@ def test_a_killed_sweep_continues_after_its_finished_and_failed_runs(store, run,
 def test_a_run_without_checkpoints_is_compared_without_what_its_text_chose(tmp_path):
     words = ["--data", str(tmp_path / "my.txt"), "--output_dir", str(tmp_path)]
     config = read_config(words)
-    (tmp_path / "config.yaml").write_text(dump_config(config.with_settings({"max_steps": 49, "mask_documents": True})))
+    (tmp_path / "config.yaml").write_text(dump_config(config.with_settings({"max_steps": 49, "n_layer": 1})))
     assert [len(sweep.differences(read_config([*words, *flag]))) for flag in ([], ["--max_steps", "9"])] == [1, 2]
 
 

@@ -23,6 +23,7 @@ from common.limits import setting
 from common.removal import refuse_replacing
 from common.settings_file import read_yaml
 from training import compare_runs
+from training.budget.sizing import SHORTENED
 from training.checkpoints.status import read_status
 from training.config import CHOICES, TrainConfig, read_config
 from training.preflight import check
@@ -98,9 +99,9 @@ def main(arguments: list[str]) -> None:
 
 def differences(config: TrainConfig) -> list[str]:
     """Return the differences from the run in the folder, without settings that a budget or the text chose."""
-    has_choices = config.budget.chooses or config.sources.get("max_steps") == "quickstart"
-    choices = CHOICES - config.given if has_choices else set()
-    settings = replace(config.settings, allowed=config.settings.allowed | choices)
+    choices = SHORTENED if config.sources.get("max_steps") == "quickstart" else set()
+    choices = CHOICES if config.budget.chooses else choices
+    settings = replace(config.settings, allowed=config.settings.allowed | (choices - config.given))
     return settings.differences(read_yaml(config.run.folder.config))
 
 

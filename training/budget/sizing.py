@@ -36,6 +36,9 @@ ARCHITECTURE = {"activation_function", "normalization", "rope_theta", "use_bias"
 ARCHITECTURE |= {"layer_norm_epsilon", "optimizer"}
 WIDTH = 64  # per layer, as in nanochat and in GPT-2 small
 DEEPEST = 100  # layers
+# Settings that `_shortened` chooses for a text.
+SHORTENED = {"max_steps", "weight_average", "load_best_model_at_end", "logging_steps", "weight_decay", "warmup_steps"}
+SHORTENED |= {"eval_steps", "save_steps", "save_total_limit"}
 # Validations of a run whose first step takes no time, each with a checkpoint. The first is in the stable phase. If they
 # were more in a run that starts slowly, it would end late.
 VALIDATIONS = 5
@@ -105,10 +108,10 @@ class Option:
     @property
     def loss(self) -> tuple[float, float] | None:
         """Lowest and highest expected loss: published, in nats per token, or measured here, in bits per byte. Both laws
-        are for text that is hardly repeated."""
+        are for text that is hardly repeated, and for a token per parameter or more."""
         flops = self.tokens * flops_per_token(self.model)
         law = self.published_loss or scaling.measured_bits_per_byte(self.family, flops)
-        return law if self.epochs <= scaling.EPOCHS_AS_NEW else None
+        return law if self.parameters <= self.tokens and self.epochs <= scaling.EPOCHS_AS_NEW else None
 
 
 @dataclass(frozen=True)
@@ -425,12 +428,14 @@ class Sizer:
             self.mfu, self.source = speed.mfu, speed.source
             return
         if plan_device:
-            is_small_text = self.repetition.parameters * self.tokens < FILLS_A_GPU
+            sizes = (size_of(self._model(depth)).products for depth in self.depths)
+            size = next((size for size in sizes if size >= FILLS_A_GPU), None)
+            is_for_text = size is not None and size <= self.repetition.parameters * self.tokens
+            remedy = "a larger --budget" if is_for_text else "more layers" if size is None else "more text"
             raise UserError(
                 f"plan_device is {plan_device}, but the best model for the budget is smaller than "
-                f"{FILLS_A_GPU / 1e6:.0f}M parameters: no speed is published for it; use "
-                f"{'more text' if is_small_text else 'a larger --budget'}, or plan without --plan_device on the device "
-                "itself."
+                f"{FILLS_A_GPU / 1e6:.0f}M parameters: no speed is published for it; use {remedy}, or plan without "
+                "--plan_device on the device itself."
             )
         printer(self.accelerator)("Measuring the speed of this device in a few steps ...")
         depth, tokens = (self.depths[0], 1) if option is None else (option.model.n_layer, option.tokens)

@@ -79,7 +79,7 @@ class Price:
             raise UserError(
                 f"budget is {amount}, but the hourly price of {self.device or 'this CPU'} in this unit is not known; "
                 f"{remedy}, or use --plan with a device of known price, such as --plan_device "
-                f"{'a100-80gb' if is_money else 'a100-40gb'}, for a text of 10 MB or more."
+                f"{'a100-80gb' if is_money else 'a100-40gb'}, for a text of 20 MB or more."
             )
         if seconds > LONGEST:
             values = f"{amount}, at {price:g} dollars per hour" if is_money else f"{amount}"
