@@ -15,6 +15,7 @@ from datasets import (
     Image,
     IterableDataset,
     IterableDatasetDict,
+    List,
     Value,
     interleave_datasets,
 )
@@ -66,6 +67,12 @@ def test_own_filters_splits_paths_and_lists_are_used(tmp_path):
     pictures = Dataset.from_list([{"picture": {"bytes": b"", "path": None}, **row} for row in ROWS[:9]], features)
     for data in (pictures, pictures.to_iterable_dataset()):
         assert pretokenize(data, tmp_path / type(data).__name__, **SETTINGS).metadata.counts["documents"] == 9
+    contents_of = ([{"type": "text", "text": text, "image": None}] for text in TEXTS)
+    rows = [{"messages": [{"role": "user", "content": content}]} for content in contents_of]
+    part = {"type": Value("string"), "text": Value("string"), "image": Image()}
+    chats = Dataset.from_list(rows, Features({"messages": List({"role": Value("string"), "content": List(part)})}))
+    store = pretokenize(chats, tmp_path / "chats", chat_template="chatml", **SETTINGS)  # with nested pictures
+    assert store.metadata.counts["documents"] == 400
     both = interleave_datasets([iterable(ROWS[:100]), iterable(ROWS[100:200])])
     assert pretokenize(both, tmp_path / "both", **SETTINGS).metadata.counts["documents"] == len([*both])
     splits = IterableDatasetDict({"train": iterable(ROWS[:300]), "validation": iterable(ROWS[300:]), "other": both})
@@ -165,7 +172,7 @@ def failing():
         (dict.fromkeys(("train", "val"), Dataset.from_list(ROWS)), {}, r"dict has a split val, .* name it validation"),
         (IterableDataset.from_generator(failing), {}, r"Reading IterableDataset stopped: the line is cut\. Correct"),
         (iterable([]), {}, r"no text"),
-        (IterableDataset.from_generator(lambda: ONCE), {}, r"other records when it is read again"),
+        (IterableDataset.from_generator(lambda: ONCE), {}, r"no records when it is read again"),
         (["some text " * 100], {}, r"some text [^;]{,300}; check the path"),
         (
             iterable([*ROWS[:50], *({"body": "x"} for _ in range(50))]),

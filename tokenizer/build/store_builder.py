@@ -231,11 +231,6 @@ class StoreBuilder:
         recipe, corpus = self.recipe, self.corpus
         if recipe.dedup.dedup == "near":
             MinHasher()  # raises an error before any work if rensa is not installed
-        if corpus.given and corpus.identity() != self.inputs:
-            raise UserError(
-                f"{', '.join(corpus.given)} has other records when it is read again, for example from a pipe or at "
-                "random; give a file, or a dataset that always has the same records."
-            )
         for name in corpus.given:
             self.say(f"Copying the text of {name} to the disk ...")
         corpus.write_given(self.work / "text")

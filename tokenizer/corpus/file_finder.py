@@ -59,7 +59,7 @@ class FileFinder:
             if not paths:
                 raise UserError(f"--exclude matches all files of {entry}; name fewer patterns.")
             return [TextFile.at(path, val=val) for path, val in paths.items()]
-        path = str(Path(entry).expanduser())
+        path = str(Path(os.path.expanduser(entry)))
         is_one = os.path.lexists(path)
         matches = [path] if is_one else sorted(glob.glob(path, recursive=True), key=lambda match: Path(match).parts)
         root = os.path.dirname(re.split(r"[*?[]", path)[0])
@@ -81,7 +81,9 @@ class FileFinder:
             problem = "has no files except hidden files, token stores, runs and links (only a glob follows links)"
             problem += ", and files that --exclude matches" * bool(self.exclude)
         near = difflib.get_close_matches(entry, names(), n=1)
-        raise UserError(f"{entry:.200} {problem}; {f'did you mean {near[0]}?' if near else 'check the path.'}")
+        raise UserError(
+            f"{' '.join(entry.split())[:200]} {problem}; {f'did you mean {near[0]}?' if near else 'check the path.'}"
+        )
 
     def _is_excluded(self, path: str | Path, root: str) -> bool:
         """Return whether a pattern of --exclude matches the end of `path`, below its input `root`, or of a parent

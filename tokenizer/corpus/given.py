@@ -17,7 +17,7 @@ from typing import Any
 from common.errors import UserError, require_room
 from tokenizer.corpus import chat
 from tokenizer.corpus.documents import Limit
-from tokenizer.corpus.hub import media_columns, shortened
+from tokenizer.corpus.hub import shortened, without_media
 
 COMPARED_RECORDS = 100  # at the beginning of an `IterableDataset`, which has no identity of its own
 SPLITS = ("train", "validation")
@@ -73,16 +73,12 @@ class GivenDataset:
         Close the iterator before another one begins: `datasets` shares state between them, and threads that still
         prefetch for one would make the other skip a record."""
         part = self.splits[split]
-        media = media_columns(part)
         try:
             if not hasattr(part, "num_rows"):
-                part = part.with_format(None)
-                part = part.decode(False) if media else part
+                part = without_media(part.with_format(None))
             elif part.format["type"] != "custom":  # that is `with_transform`, which may use any column
-                part = part.with_format(None, part.format["columns"], part.format["output_all_columns"])
-                if column is None:
-                    part = part.remove_columns(media)
-                else:
+                part = without_media(part).with_format(None, part.format["columns"], part.format["output_all_columns"])
+                if column is not None:
                     batches = part.select_columns([column]).iter(BATCH_RECORDS)
                     part = ({column: value} for batch in batches for value in batch[column])
             yield from part

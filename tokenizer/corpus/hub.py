@@ -4,7 +4,7 @@ import os
 import re
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -60,11 +60,12 @@ def shortened(error: Exception) -> str:
     return textwrap.shorten(str(error), 300, placeholder=" ...").rstrip(".")
 
 
-def media_columns(part: Any) -> list[str]:
-    """Return the columns of a dataset with pictures, sound or video, which is decoded when a record is read."""
-    from datasets.features.features import require_decoding
-
-    return [name for name, feature in (part.features or {}).items() if require_decoding(feature)]
+def without_media(part: Any) -> Any:
+    """Return a dataset whose pictures, sound and video stay bytes when a record is read."""
+    for name, feature in (part.features or {}).items():
+        if hasattr(feature, "decode") and type(feature).__name__ != "Json":  # which is text
+            part = part.cast_column(name, replace(feature, decode=False))
+    return part
 
 
 @dataclass
@@ -140,7 +141,7 @@ class HubDataset:
         Raise a `UserError` if the connection is lost, or the data are broken."""
         stream = self.streams[0] if shard is None else self.streams[0].shard(self.streams[0].num_shards, shard)
         try:
-            yield from stream.decode(False) if media_columns(stream) else stream
+            yield from without_media(stream)
         except Exception as error:
             raise UserError(f"Reading {self} stopped: {shortened(error)}. Run the same command again.") from error
 

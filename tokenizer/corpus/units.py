@@ -235,6 +235,12 @@ class Corpus:
                 path = folder / dataset.name / f"{split}.jsonl"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 dataset.write(split, column or TEXT_COLUMNS[0], path, self.arguments.limit)
+                with closing(dataset.records(split)) as records:
+                    if path.stat().st_size and next(records, None) is None:  # nor were the first ones copied
+                        raise UserError(
+                            f"{dataset.name} has no records when it is read again, for example from a pipe; give a "
+                            "file, or a dataset that can be read several times."
+                        )
                 files.append(TextFile.at(path, is_named=True, val=split == "validation"))
 
     def units(self) -> list[Unit]:
