@@ -296,7 +296,7 @@ def _report(error: UserError) -> int:
     Usually all processes of a job find the same problem and rank 0 reports it. A problem of one machine alone is
     reported by the first process of that machine."""
     rank = os.environ.get("RANK", "0")
-    if rank == "0" or (os.environ.get("LOCAL_RANK", rank) == "0" and not error.is_reported):
+    if speaks() or (os.environ.get("LOCAL_RANK", rank) == "0" and not error.is_reported):
         for sentence in printable(str(error), sys.stderr).splitlines():
             line = f"error{f' (rank {rank})' if rank != '0' else ''}: {sentence}"
             width = shutil.get_terminal_size().columns if sys.stderr.isatty() else len(line)
