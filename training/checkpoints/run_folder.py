@@ -134,9 +134,9 @@ class RunFolder:
                 return checkpoint
             say(f"WARNING: {checkpoint} is damaged: {problem}.")
         if candidates:
+            use = f"start from the last weights with --init_from {quote(str(self.model))} and another --output_dir, or "
             raise UserError(
-                f"All checkpoints in {self.checkpoints} are damaged; start from the weights of {self.model} with "
-                f"--init_from {quote(str(self.path))} and another --output_dir, or delete the run with "
+                f"All checkpoints in {self.checkpoints} are damaged; {use * self.model.is_dir()}delete the run with "
                 "--overwrite_output_dir."
             )
         return None
