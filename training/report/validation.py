@@ -70,9 +70,8 @@ class Validation:
             self.run.accelerator.autocast() if needs_half else nullcontext(),
         ):
             samples = sample(model, self.run.data.tokenizer, self.run.sampling, seed)
-        samples = [(prompt, text.translate(CONTROL)) for prompt, text in samples]
         if not self.run.accelerator.is_main_process:
             return
         write_samples(self.run.folder.samples, step, samples)
         for prompt, text in samples if prints else []:
-            log.say(f"--- step {step}:\n{prompt}{text}")
+            log.say(f"--- step {step}:\n{prompt}{text}".translate(CONTROL))
