@@ -38,10 +38,10 @@ def pair_of(record: dict[str, Any]) -> dict[str, Any]:
     prompt is their common beginning; answers that are text then stay text."""
     from trl import extract_prompt
 
-    if missing := [name for name in ("chosen", "rejected") if not record.get(name)]:
+    if missing := [name for name in ("chosen", "rejected") if not record.get(name) and record.get("chosen") != ""]:
         hint = "; examples.finetune_chat reads chats" if "messages" in record else ""
         raise ValueError(f"has no {' and no '.join(missing)}; each record needs prompt, chosen and rejected{hint}")
-    pair = {name: record[name] for name in ("prompt", "chosen", "rejected") if record.get(name)}
+    pair = {name: record[name] for name in ("prompt", "chosen", "rejected") if record.get(name) or name != "prompt"}
     if len(pair) == 3 and all(isinstance(part, str) for part in pair.values()) and " " in pair["prompt"]:
         answers = {name: pair[name].removeprefix(pair["prompt"]) for name in ("chosen", "rejected")}
         if all(answer[:1].isspace() and answer != pair[name] for name, answer in answers.items()):
@@ -59,7 +59,7 @@ def pair_of(record: dict[str, Any]) -> dict[str, Any]:
     if pair["chosen"] == pair["rejected"]:
         raise UselessError("has equal answers, chosen and rejected")
     if "prompt" not in pair or any(pair[name][0]["role"] in ("system", "user") for name in ("chosen", "rejected")):
-        pair = extract_prompt(pair) if pair["chosen"][0] == pair["rejected"][0] else {}
+        pair = extract_prompt(pair) if pair["chosen"][:1] == pair["rejected"][:1] else {}
     if not pair.get("prompt"):
         raise ValueError("has no prompt, and its answers have no common beginning")
     if record.get("system") and isinstance(pair["prompt"], str):

@@ -202,7 +202,7 @@ def test_a_pair_is_text_or_messages_and_its_prompt_may_be_implicit():
     shared = {"chosen": [{"from": "human", "value": "u"}, good], "rejected": [user, bad]}
     for record in (pair("u", "a", [bad]), pair([user], "a", [bad]), {"prompt": "u"} | shared, shared):
         assert finetune_preferences.pair_of(record) == pair([user], [good], [bad])
-    for empty in (" ", [good | {"content": ""}]):
+    for empty in ("", " ", [good | {"content": ""}]):
         with pytest.raises(UselessError, match="an empty answer, chosen"):
             finetune_preferences.pair_of(pair("u", empty, [bad]))
     with pytest.raises(ValueError, match="no common beginning"):
