@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -143,7 +144,10 @@ def _has_visible_gpu() -> bool:
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or parse_flag_from_env("ACCELERATE_USE_CPU")
     if is_hidden or shutil.which("nvidia-smi") is None:
         return False
-    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False).stdout.startswith(b"GPU ")
+    with suppress(OSError, subprocess.TimeoutExpired):
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False, timeout=10)
+        return listing.stdout.startswith(b"GPU ")
+    return False
 
 
 def has_kernels(built_for: list[str], capability: tuple[int, int]) -> bool:
