@@ -99,8 +99,8 @@ def main(arguments: list[str]) -> None:
 
 def differences(config: TrainConfig) -> list[str]:
     """Return the differences from the run in the folder, without settings that a budget or the text chose."""
-    choices = SHORTENED if config.sources.get("max_steps") == "quickstart" else set()
-    choices = CHOICES if config.budget.chooses else choices
+    is_shortened = "data" in config.flags and config.sources.get("max_steps") == "quickstart"
+    choices = CHOICES if config.budget.chooses else SHORTENED if is_shortened else set()
     settings = replace(config.settings, allowed=config.settings.allowed | (choices - config.given))
     return settings.differences(read_yaml(config.run.folder.config))
 

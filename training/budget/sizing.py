@@ -431,7 +431,7 @@ class Sizer:
             sizes = (size_of(self._model(depth)).products for depth in self.depths)
             size = next((size for size in sizes if size >= FILLS_A_GPU), None)
             is_for_text = size is not None and size <= self.repetition.parameters * self.tokens
-            remedy = "a larger --budget" if is_for_text else "more layers" if size is None else "more text"
+            remedy = "a larger --budget" if is_for_text else "a larger model" if size is None else "more text"
             raise UserError(
                 f"plan_device is {plan_device}, but the best model for the budget is smaller than "
                 f"{FILLS_A_GPU / 1e6:.0f}M parameters: no speed is published for it; use {remedy}, or plan without "
