@@ -41,7 +41,7 @@ def pair_of(record: dict[str, Any]) -> dict[str, Any]:
     if missing := [name for name in ("chosen", "rejected") if not record.get(name) and record.get("chosen") != ""]:
         hint = "; examples.finetune_chat reads chats" if "messages" in record else ""
         raise ValueError(f"has no {' and no '.join(missing)}; each record needs prompt, chosen and rejected{hint}")
-    pair = {name: record[name] for name in ("prompt", "chosen", "rejected") if record.get(name) or name != "prompt"}
+    pair = {name: record.get(name) for name in ("prompt", "chosen", "rejected") if record.get(name) or name != "prompt"}
     if len(pair) == 3 and all(isinstance(part, str) for part in pair.values()) and " " in pair["prompt"]:
         answers = {name: pair[name].removeprefix(pair["prompt"]) for name in ("chosen", "rejected")}
         if all(answer[:1].isspace() and answer != pair[name] for name, answer in answers.items()):

@@ -202,6 +202,8 @@ def test_a_pair_is_text_or_messages_and_its_prompt_may_be_implicit():
     shared = {"chosen": [{"from": "human", "value": "u"}, good], "rejected": [user, bad]}
     for record in (pair("u", "a", [bad]), pair([user], "a", [bad]), {"prompt": "u"} | shared, shared):
         assert finetune_preferences.pair_of(record) == pair([user], [good], [bad])
+    with pytest.raises(ValueError, match="neither text nor a list"):
+        finetune_preferences.pair_of({"prompt": "u", "chosen": ""})
     for empty in ("", " ", [good | {"content": ""}]):
         with pytest.raises(UselessError, match="an empty answer, chosen"):
             finetune_preferences.pair_of(pair("u", empty, [bad]))
