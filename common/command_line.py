@@ -87,7 +87,7 @@ class FlagParser:
         except UserError as error:
             problems.add(str(error), "config")
         if request := HELP & set(arguments):
-            if speaks():
+            if reports_for_all():
                 print(self.describe("--help_all" in request or not self.main, file, path))
             sys.exit(0)
         has_file = "config" not in problems.unsure  # otherwise its values are unknown
@@ -280,13 +280,13 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         code = _report(UserError(": ".join(str(part) for part in (error.filename, error.strerror) if part) + "."))
         _leave_stdout()
     except KeyboardInterrupt as error:
-        if speaks():
+        if reports_for_all():
             print(str(error) or "interrupted", file=sys.stderr, flush=True)
         code = 130
     sys.exit(code)
 
 
-def speaks() -> bool:
+def reports_for_all() -> bool:
     """Return whether this process prints what all processes of its launcher would print."""
     return os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ  # a cluster may set RANK
 
@@ -296,7 +296,7 @@ def _report(error: UserError) -> int:
     Usually all processes of a job find the same problem and rank 0 reports it. A problem of one machine alone is
     reported by the first process of that machine."""
     rank = os.environ.get("RANK", "0")
-    if speaks() or (os.environ.get("LOCAL_RANK", rank) == "0" and not error.is_reported):
+    if reports_for_all() or (os.environ.get("LOCAL_RANK", rank) == "0" and not error.is_reported):
         for sentence in printable(str(error), sys.stderr).splitlines():
             line = f"error{f' (rank {rank})' if rank != '0' else ''}: {sentence}"
             width = shutil.get_terminal_size().columns if sys.stderr.isatty() else len(line)

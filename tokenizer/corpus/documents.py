@@ -76,7 +76,7 @@ class Counts:
         worst = {}
         for name, places in self.first.items():
             path, (number, place) = max(places.items(), key=lambda item: item[1][0])
-            words = dict(shown(file, places[file][1]) for file in [*places][:FILES_PER_PROBLEM])
+            words = dict(name_and_place(file, places[file][1]) for file in [*places][:FILES_PER_PROBLEM])
             worst[name] = [path, place | {"number": number, "files": words}]
         return worst
 
@@ -90,7 +90,7 @@ def place_words(place: dict[str, Any], path: str | None = None) -> str:
     return words + (f" ({place['why']})" if "why" in place else "")
 
 
-def shown(path: str, place: dict[str, Any], with_lines: bool = False) -> tuple[str, str]:
+def name_and_place(path: str, place: dict[str, Any], with_lines: bool = False) -> tuple[str, str]:
     """Return the name of a file, and a place in it as the end of a sentence. The copy of a dataset that a program gave
     is named after the dataset, and its lines are records."""
     copy = COPY.fullmatch(path)

@@ -21,7 +21,7 @@ from common.errors import Problems, UserError, counted
 from common.limits import setting
 from tokenizer.corpus import chat, files
 from tokenizer.corpus.byte_range import ByteRange
-from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit, Reader, shown
+from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit, Reader, name_and_place
 from tokenizer.corpus.file_finder import FileFinder, TextFile
 from tokenizer.corpus.given import GivenDataset
 from tokenizer.corpus.named_data import dataset_of, find
@@ -372,7 +372,7 @@ def _worst(counts: Counts, *names: str) -> str:
     path, place = worst[names[0]]
     if names[0] == "bad_bytes" and not {"byte", "record"} & place.keys():
         place = place | {"line": files.first_bad_line(path)}
-    name, words = shown(path, place, with_lines=True)
+    name, words = name_and_place(path, place, with_lines=True)
     if len(place["files"]) == 1 or place["number"] == 1:
         return f"; the first in {name}{words}"
     return f"; {place['number']:,} of them in {name}{words.replace(', ', ', the first in ', 1)}"
