@@ -15,7 +15,7 @@ from typing import Any
 from datasets import disable_progress_bars
 from transformers.utils import logging as transformers_logging
 
-from common.command_line import FlagParser, run
+from common.command_line import FlagParser, reports_for_all, run
 from common.errors import UserError, counted
 from common.limits import setting
 from tokenizer.corpus import files
@@ -136,7 +136,7 @@ def start(recipe: Callable[[list[str]], None]) -> None:
     keep_accelerate_from_sharding()
     disable_progress_bars()  # of `datasets`: short, and several for each step of TRL
     transformers_logging.disable_progress_bar()
-    if os.environ.get("RANK", "0") != "0":
+    if not reports_for_all():
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  open until the process ends
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if "LOCAL_RANK" not in os.environ else ():
         if name in os.environ or name.startswith("CUDA"):

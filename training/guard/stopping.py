@@ -18,6 +18,7 @@ import psutil
 import torch
 from torch import distributed
 
+from common.command_line import reports_for_all
 from common.limits import free
 from common.progress import IN_NOTEBOOK
 from training.checkpoints.saver import wait_for_writing
@@ -148,7 +149,7 @@ class Stopper:
         if reason in (None, SAVE_FAILURE) or self._said:  # SAVE_FAILURE has its own error message
             return
         self._said = True
-        if os.environ.get("RANK", "0") == "0":
+        if reports_for_all():
             hint = " Press Ctrl-C again to end the run immediately, without saving." if reason == "SIGINT" else ""
             room = "\n" * (6 if sys.stderr.isatty() and not IN_NOTEBOOK else 0)  # a live display redraws these lines
             print_unbuffered(f"{room[:1]}Stopping after this step ({reason}) and saving.{hint}{room[1:]}")
@@ -196,6 +197,6 @@ def print_unbuffered(line: str) -> None:
 def leave(code: int, last_words: str = "") -> NoReturn:
     """End the process from any thread, even if other threads hang."""
     show_cursor()
-    if last_words and os.environ.get("RANK", "0") == "0":
+    if last_words and reports_for_all():
         print_unbuffered(last_words)
     os._exit(code)

@@ -24,6 +24,7 @@ from torch._inductor.exc import CppCompileError
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch.utils import _filelock
 
+from common.command_line import reports_for_all
 from common.errors import UserError
 from training.runtime.console import say
 from training.runtime.kernels import GraphKernels
@@ -140,7 +141,7 @@ def _acquire(lock: FileLock) -> object:
     limit = lock.timeout if lock.timeout >= 0 else 600.0  # Inductor waits for some locks without a limit
     with suppress(Timeout):
         return FileLock.acquire(lock, min(SILENCE, limit / 2))
-    if os.environ.get("RANK", "0") == "0":
+    if reports_for_all():
         say(
             f"Compiling waits for {lock.lock_file}. Unless a process of this run holds it, continue or end its holder, "
             "or set TORCHINDUCTOR_CACHE_DIR to another folder and run this command again. After "
