@@ -64,9 +64,9 @@ def write_runs(path: Path, head: dict[str, Any], runs: dict[str, dict[str, Any]]
     write_atomic(path, "".join(json.dumps(line) + "\n" for line in [head, *runs.values()]))
 
 
-def require_same_machine(path: Path, head: dict[str, Any]) -> None:
+def require_same_machine(path: Path, head: dict[str, Any], names: tuple[str, ...] = ("device", *PACKAGES)) -> None:
     """Raise a `UserError` if the runs of a file were measured with another device or other packages."""
-    names, now = ("device", *PACKAGES), about("", [])
+    now = about("", [])
     if changed := [f"{name} {head[name]}, now {now[name]}" for name in names if head[name] != now[name]]:
         raise UserError(f"{path.name} was measured with {'; '.join(changed)}: use the same, or delete the file.")
 

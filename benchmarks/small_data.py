@@ -22,7 +22,17 @@ from typing import Any
 
 from benchmarks import results
 from benchmarks.performance import DOCS, measured_on, table, with_results
-from benchmarks.results import RESULTS, about, as_flags, key, read_runs, require_same_machine, run_python, write_runs
+from benchmarks.results import (
+    PACKAGES,
+    RESULTS,
+    about,
+    as_flags,
+    key,
+    read_runs,
+    require_same_machine,
+    run_python,
+    write_runs,
+)
 from common import command_line
 from common.errors import UserError
 from common.limits import setting
@@ -96,6 +106,7 @@ def measure(run: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
         "curve": [round(entry["eval_bits_per_byte"], 4) for entry in validations],
         "bits_per_byte": score,
         "seconds": round(seconds),
+        **{name: about("", [])[name] for name in ("device", "date")},
     }
 
 
@@ -118,7 +129,7 @@ def train(options: SmallDataArguments, arguments: list[str]) -> None:
     head, runs = read_runs(path, "run")
     facts = {"data": store.name, "train_tokens": tokens_of(store), "commit": results.commit()}
     head = head or about("small_data", arguments) | facts
-    require_same_machine(path, head)
+    require_same_machine(path, head, PACKAGES)  # the FLOPs decide the steps, on any machine
     if model := options.init_from:
         same_text = token_store(options, model)
         arms[f"`--init_from {model}`"] = {"data": same_text, "init_from": model}
@@ -141,10 +152,14 @@ def page() -> str:
     paths = sorted(RESULTS.glob(FILES))
     columns = ["text", "run", "layers", "epochs", "bits per byte"]
     runs = table(columns, [row for path in paths for row in rows_of(path)])
-    heads = [read_runs(path, "run")[0] for path in paths]
-    command = "python -m benchmarks.small_data --data TEXT"
-    dates = " to ".join(sorted({min(head["date"] for head in heads), max(head["date"] for head in heads)}))
-    measured = measured_on(heads[-1] | {"command": command, "date": dates}, RESULTS / FILES)
+    files = [read_runs(path, "run") for path in paths]
+    heads = [head for head, _ in files]
+    origins = [*heads, *(run for _, runs in files for run in runs.values() if "device" in run)]
+    about_all = {"command": "python -m benchmarks.small_data --data TEXT"}
+    about_all["device"] = " or ".join(sorted({origin["device"] for origin in origins}))
+    dates = sorted(origin["date"] for origin in origins)
+    about_all["date"] = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
+    measured = measured_on(heads[-1] | about_all, RESULTS / FILES)
     return with_results("small_data.md", f"{runs}\n\n{measured}")
 
 
