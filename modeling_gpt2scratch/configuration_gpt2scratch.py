@@ -60,7 +60,7 @@ class GPT2ScratchConfig(PreTrainedConfig):
     """
 
     model_type = "gpt2scratch"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # the name in Transformers before 5.24, and since
     attribute_map = {
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",

@@ -30,6 +30,8 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration_gpt2scratch import GPT2ScratchConfig
 
 logger = logging.get_logger("transformers.generation.utils")  # the logger of `generate`, whose verbosity applies
+# Transformers' name of keys and values of earlier calls, in arguments and outputs: `cache` since 5.24.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 def eager_attention_forward(
@@ -111,7 +113,6 @@ class GPT2ScratchAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -126,8 +127,8 @@ class GPT2ScratchAttention(nn.Module):
         query, key = query.to(value.dtype), key.to(value.dtype)  # both of the above may return fp32
         # Only now, because attention returns its output in the layout of the queries: (B, T, C) without a copy.
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # (B, nh, T, hs)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)  # (B, nh, S, hs)
+        if (cache := kwargs.pop(CACHE, None)) is not None:
+            key, value = cache.update(key, value, self.layer_idx, kwargs=kwargs)  # (B, nh, S, hs)
 
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -199,7 +200,7 @@ class GPT2ScratchPreTrainedModel(PreTrainedModel):
     _input_embed_layer = "wte"
     supports_gradient_checkpointing = True
     _no_split_modules = ["GPT2ScratchBlock"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -261,13 +262,14 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
             position_ids: (B, T). Default: the count of tokens that are not padding. Without an `attention_mask`, those
                 that restart within a row mark packed documents, which do not attend to each other (FlashAttention:
                 only with B = 1).
-            past_key_values: keys and values of earlier calls.
+            past_key_values: keys and values of earlier calls, also accepted by the name `CACHE`.
 
         Raises:
             ValueError: both or neither of `input_ids` and `inputs_embeds` are given, or a sequence exceeds the context.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
+        past_key_values = kwargs.pop(CACHE, past_key_values)
         if inputs_embeds is None:
             inputs_embeds = self.wte(input_ids)  # (B, T, C)
         self.check_context(inputs_embeds.shape[1], position_ids, past_key_values)
@@ -276,13 +278,7 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
         # cache, and under torch.compile, arange positions would be treated as packed and cost a (T, T) mask.
         causal_mask = None
         if not self.is_plainly_causal(attention_mask, position_ids, past_key_values):
-            causal_mask = create_causal_mask(
-                config=self.config,
-                inputs_embeds=inputs_embeds,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                position_ids=position_ids,
-            )
+            causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
@@ -298,12 +294,12 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
                 hidden_states,
                 attention_mask=causal_mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 use_cache=use_cache,
                 position_embeddings=position_embeddings,
+                **{CACHE: past_key_values},
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.ln_f(hidden_states), past_key_values=past_key_values)
+        return BaseModelOutputWithPast(self.ln_f(hidden_states), past_key_values)
 
     def is_plainly_causal(
         self, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None, past_key_values: Cache | None
@@ -320,7 +316,8 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
         """
         if is_exporting():
             return
-        cached = past_key_values.get_seq_length() if past_key_values is not None else 0
+        is_packed = not isinstance(past_key_values, Cache)  # also with the cache of continuous batching
+        cached = 0 if is_packed else past_key_values.get_seq_length()
         if isinstance(cached, torch.Tensor):  # a static cache counts on the device; its capacity is a plain number
             total = max(length, past_key_values.get_max_length())
             is_read = total > self.config.n_positions or cached.device.type == "cpu"
@@ -330,7 +327,7 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
                 total = int(cached) + length
         else:
             total = cached + length
-        if total > self.config.n_positions and past_key_values is None and position_ids is not None:
+        if total > self.config.n_positions and is_packed and position_ids is not None:
             if torch.compiler.is_compiling():
                 return
             total = int(position_ids.max()) + 1  # packed row: each document must fit, not the row
@@ -440,7 +437,8 @@ class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels.long(), vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states, outputs.attentions)
+        past_key_values = getattr(outputs, CACHE)
+        return CausalLMOutputWithPast(loss, logits, past_key_values, outputs.hidden_states, outputs.attentions)
 
 
 class GPT2ScratchClassifier(GPT2ScratchPreTrainedModel):

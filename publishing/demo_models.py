@@ -16,6 +16,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from transformers.generation import logits_process
 
 from modeling_gpt2scratch import loading, prompts
+from modeling_gpt2scratch.modeling_gpt2scratch import CACHE
 
 EXAMPLES = ("Once upon a time", "The most important thing", "In the beginning")  # prompts, if a run names none
 MAX_MODELS = 4  # number of cards that fit side by side
@@ -124,7 +125,7 @@ def new_tokens(model: PreTrainedModel, ids: list[int], settings: GenerationSetti
         if len(window) == context:
             window = window[-max(1, context // 2) :]
             unread, cache = window, None
-        output = model(torch.tensor([unread], device=model.device), past_key_values=cache, use_cache=True)
+        output = model(torch.tensor([unread], device=model.device), use_cache=True, **{CACHE: cache})
         logits = process(torch.tensor([window], device=model.device), output.logits[:, -1].float())  # (1, V)
         if settings.is_greedy:
             token = int(logits.argmax())
@@ -134,7 +135,7 @@ def new_tokens(model: PreTrainedModel, ids: list[int], settings: GenerationSetti
             return
         yield token
         window = [*window, token]
-        unread, cache = [token], output.past_key_values
+        unread, cache = [token], output[CACHE]
 
 
 @torch.no_grad()

@@ -77,8 +77,9 @@ def main(request: dict) -> None:
     files = load_file(request["files"])
     probe = files.pop("probe")  # (1, T)
     with torch.no_grad():
-        beginning = model(probe[:, :-1], use_cache=True).past_key_values
-        end = model(probe[:, -1:], past_key_values=beginning).logits[0]  # (1, V), with cached keys and values
+        beginning = model(probe[:, :-1], use_cache=True)
+        name = "cache" if "cache" in vars(beginning) else "past_key_values"  # the name before Transformers 5.24
+        end = model(probe[:, -1:], **{name: beginning[name]}).logits[0]  # (1, V), with cached keys and values
         logits = torch.cat([model(probe).logits[0], end])  # (T + 1, V)
     context = model.config.max_position_embeddings
     prompt = files["inputs"][:1, : min(16, context // 2)] if files else probe[:, :1]

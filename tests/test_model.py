@@ -16,8 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging as transformers_logging
 
 from conftest import MODERN, REPOSITORY
-from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
-from modeling_gpt2scratch.modeling_gpt2scratch import rotary_embedding
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM, modeling_gpt2scratch
 from tokenizer.encoding.vocabulary import character_tokenizer, save
 
 # Weights have ten times the usual size, so that attention is far from uniform and leaks between tokens are visible.
@@ -333,6 +332,15 @@ def test_chunks_through_a_cache_give_the_logits_of_the_whole_input(tiny, lengths
 
 
 @torch.no_grad()
+def test_the_cache_is_also_accepted_by_its_name_since_transformers_5_24(tiny, monkeypatch):
+    """`generate` passes it as `cache`. Without it, each token would be written after the last one alone."""
+    monkeypatch.setattr(modeling_gpt2scratch, "CACHE", "cache")
+    model, ids, cache = tiny().transformer, tokens(2, 12), DynamicCache()
+    steps = [model(piece, cache=cache)[0] for piece in ids.split([5, 7], dim=1)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), model(ids)[0], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
 def test_a_mask_as_long_as_a_static_cache_gives_the_logits_of_the_whole_input(tiny):
     model, ids = tiny(), tokens(2, 12)
     cache, mask = StaticCache(config=model.config, max_cache_len=16), torch.ones(2, 16, dtype=torch.long)
@@ -596,7 +604,7 @@ def test_every_name_in_the_parallel_plans_matches_a_module(tiny):
 def test_running_the_stages_of_the_pipeline_plan_gives_the_model_output(tiny):
     model, ids = tiny(), tokens(2, 8)
     values = {"input_ids": ids, "position_ids": torch.arange(8)[None], "attention_mask": None}
-    rotary = {"position_embeddings": rotary_embedding(model.config, values["position_ids"])}
+    rotary = {"position_embeddings": modeling_gpt2scratch.rotary_embedding(model.config, values["position_ids"])}
     for name, (inputs, outputs) in model.config.base_model_pp_plan.items():
         # Without positions, vLLM's absent layer returns its first input.
         module = getattr(model.transformer, name) or (lambda embeddings, _positions: embeddings)
