@@ -67,28 +67,6 @@ class GPT2ScratchConfig(PreTrainedConfig):
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
     }
-    # The fused query-key-value matrix cannot be cut into column blocks (a block would mix queries with keys), so every
-    # rank gathers its output and computes all heads. Only the matrices are sharded.
-    base_model_tp_plan = {
-        "wte": "embedding_rowwise",  # as a tied head is sharded; Transformers adds it only for `embed_tokens`
-        "h.*.attn.c_attn": "colwise_gather_output",
-        "h.*.attn.c_proj": "rowwise_split_input",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-    }
-    base_model_pp_plan = {
-        "wte": (["input_ids"], ["inputs_embeds"]),
-        "ln_e": (["inputs_embeds"], ["inputs_embeds"]),
-        "wpe": (["inputs_embeds", "position_ids"], ["hidden_states"]),
-        "h": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "ln_f": (["hidden_states"], ["hidden_states"]),
-    }
-    base_model_fsdp_plan = {
-        "wte": "free_full_weight",
-        "wpe": "free_full_weight",
-        "h.*": "free_full_weight",
-        "ln_f": "keep_full_weight",
-    }
 
     vocab_size: int = 32000
     n_positions: int = 512

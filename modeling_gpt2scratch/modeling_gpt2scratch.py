@@ -182,16 +182,6 @@ class GPT2ScratchBlock(GradientCheckpointingLayer):
         return hidden_states
 
 
-class GPT2ScratchPositionEmbedding(nn.Embedding):
-    """Learned position embeddings, added to the input.
-
-    One module has both inputs, so that a pipeline stage without it passes its input on and adds no positions again.
-    """
-
-    def forward(self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        return inputs_embeds + super().forward(position_ids).to(inputs_embeds.device)  # (B, T, C)
-
-
 class GPT2ScratchPreTrainedModel(PreTrainedModel):
     """Base class: weight initialization and the features that Transformers may use."""
 
@@ -235,7 +225,7 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
         self.wte.initial_std = 1.0 if config.has_large_embedding else None
         self.ln_e = normalization(config) if config.is_modern else nn.Identity()
         has_rope = config.rope_parameters is not None
-        self.wpe = None if has_rope else GPT2ScratchPositionEmbedding(config.n_positions, config.n_embd)
+        self.wpe = None if has_rope else nn.Embedding(config.n_positions, config.n_embd)
         self.drop = nn.Dropout(config.embd_pdrop)
         self.h = nn.ModuleList([GPT2ScratchBlock(config, layer_idx) for layer_idx in range(config.n_layer)])
         self.ln_f = normalization(config)
@@ -286,7 +276,7 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
 
         hidden_states = self.ln_e(inputs_embeds)  # (B, T, C)
         if self.wpe is not None:
-            hidden_states = self.wpe(hidden_states, position_ids)
+            hidden_states = hidden_states + self.wpe(position_ids).to(hidden_states.device)
         hidden_states = self.drop(hidden_states)
         position_embeddings = rotary_embedding(self.config, position_ids)
         for block in self.h[: self.config.n_layer]:  # `generate(assistant_early_exit=k)` sets n_layer to k for drafts
@@ -360,9 +350,6 @@ class GPT2ScratchForCausalLM(GPT2ScratchPreTrainedModel, GenerationMixin):
     """Language model: token ids (B, T) -> logits (B, T, V), and the loss if labels are given."""
 
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
-    _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: GPT2ScratchConfig):
         super().__init__(config)

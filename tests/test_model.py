@@ -2,7 +2,6 @@
 
 import logging
 import math
-import re
 from functools import partial
 
 import pytest
@@ -578,41 +577,6 @@ def test_a_device_map_may_place_a_block_on_disk(tiny, tmp_path):
     assert {parameter.device.type for parameter in placed.transformer.h[1].parameters()} == {"meta"}
     assert torch.equal(placed(ids).logits, model(ids).logits)
     assert torch.equal(greedy(placed, ids), greedy(model, ids))
-
-
-def modules_matching(plan_name, model):
-    pattern = re.compile(re.escape(plan_name).replace(r"\*", r"\d+"))
-    return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
-
-
-def test_every_name_in_the_parallel_plans_matches_a_module(tiny):
-    model = tiny()
-    plan = model.config.base_model_tp_plan
-    for name in plan:
-        matched = modules_matching(name, model.transformer)
-        assert matched, name
-        assert all(isinstance(module, torch.nn.Linear | torch.nn.Embedding) for module in matched), name
-    assert modules_matching("lm_head", model)
-    assert set(model._tp_plan) == {"lm_head", *(f"transformer.{name}" for name in plan)}
-    assert plan["h.*.attn.c_attn"] == "colwise_gather_output"  # because a column block would mix queries with keys
-    assert plan["h.*.attn.c_proj"] == "rowwise_split_input"
-    unmatched = [name for name in model.config.base_model_fsdp_plan if not modules_matching(name, model.transformer)]
-    assert unmatched == ([] if model.transformer.wpe is not None else ["wpe"])
-
-
-@torch.no_grad()
-def test_running_the_stages_of_the_pipeline_plan_gives_the_model_output(tiny):
-    model, ids = tiny(), tokens(2, 8)
-    values = {"input_ids": ids, "position_ids": torch.arange(8)[None], "attention_mask": None}
-    rotary = {"position_embeddings": modeling_gpt2scratch.rotary_embedding(model.config, values["position_ids"])}
-    for name, (inputs, outputs) in model.config.base_model_pp_plan.items():
-        # Without positions, vLLM's absent layer returns its first input.
-        module = getattr(model.transformer, name) or (lambda embeddings, _positions: embeddings)
-        for stage in module if name == "h" else [module]:
-            values[outputs[0]] = stage(*(values[value] for value in inputs), **(rotary if name == "h" else {}))
-    assert list(model.config.base_model_pp_plan) == ["wte", "ln_e", "wpe", "h", "ln_f"]
-    assert torch.equal(values["hidden_states"], model.transformer(ids).last_hidden_state)
-    assert torch.equal(model.lm_head(values["hidden_states"]), model(ids).logits)
 
 
 @torch.no_grad()
