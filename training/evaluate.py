@@ -15,7 +15,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -36,14 +36,13 @@ from tokenizer.encoding import vocabulary
 from tokenizer.store.store import TokenStore
 from training.checkpoints.checkpoint import load_state
 from training.checkpoints.loading import check_store, find_model, load_own_model
-from training.checkpoints.run_folder import RunFolder, find_checkpoint, run_of
+from training.checkpoints.run_folder import find_checkpoint, run_of
 from training.config import read_config
 from training.data import run_data
 from training.evaluation import panel
 from training.evaluation.memorization import LENGTH, memorization
 from training.evaluation.scoring import score_split
-from training.guard.lock import locked
-from training.report.report import add_evaluation, evaluated_run, keep_evaluation, show_evaluation, weight_hashes
+from training.report.report import evaluated_run, keep_evaluation, show_evaluation, weight_hashes
 from training.runtime.device import keep_accelerate_from_sharding
 from training.runtime.distributed import is_launched_on_cpu
 
@@ -236,18 +235,6 @@ def main(arguments: list[str]) -> None:
             show_evaluation(results)
         if results_folder is not None and results.keys() & {"panel", "memorization", "tasks"}:
             keep_evaluation(results, results_folder, store, hashes)
-            if results_folder.is_run() and results_folder.report.is_file():
-                _update_page(results_folder)
-
-
-def _update_page(run: RunFolder) -> None:
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked(run.path, lambda text: None, patience=0))
-        except UserError:
-            print(f"{run.report} is not changed, because another command uses the run.", file=sys.stderr)
-            return
-        add_evaluation(run)
 
 
 if __name__ == "__main__":

@@ -83,12 +83,8 @@ def write_report(folder: RunFolder) -> None:
     until = seconds_until(entries, first_step(read_events(folder.events)))
     drawn = {"loss": plot_loss(entries, until, folder.plots["loss"])}
     drawn["course"] = plot_course(entries, folder.plots["course"])
-    _write(folder, facts | gather(folder, entries) | {"plots": list(filter(drawn.get, drawn))}, None)
-
-
-def _write(folder: RunFolder, facts: dict[str, Any], evaluation: dict[str, Any] | None) -> None:
-    model = folder.model.as_posix()
-    page = environment().get_template("report.md.j2").render(facts, model_path=model, evaluation=evaluation)
+    facts |= gather(folder, entries) | {"plots": list(filter(drawn.get, drawn))}
+    page = environment().get_template("report.md.j2").render(facts, model_path=folder.model.as_posix())
     write_atomic(folder.report, page.strip() + "\n")
     write_facts(folder, facts | {"report_sha256": file_sha256(folder.report)})
 
@@ -179,20 +175,6 @@ def keep_evaluation(results: dict[str, Any], run: RunFolder, store: TokenStore, 
             content["picture"] = picture.name
         write_atomic(folder / "evaluation.md", _page(content))
     print(f"Saved in {folder}.", file=sys.stderr)
-
-
-def add_evaluation(run: RunFolder) -> None:
-    """Replace the earlier results in report.md by those of `keep_evaluation`, unless the page was edited, or written
-    by an older version. The caller has locked the folder: a run that trains writes its page itself."""
-    evaluation, picture = evaluation_of(run, run.model), run.evaluation / "panel.png"
-    if evaluation and picture.is_file():
-        evaluation["picture"] = f"{run.evaluation.name}/{picture.name}"
-    with disk_errors(run.report, RESUMES):
-        facts = facts_of(run)
-        if facts is not None:
-            _write(run, facts, evaluation)
-            return
-    print(f"{run.report} was edited, or written by an older version; it is not changed.", file=sys.stderr)
 
 
 def evaluation_of(run: RunFolder, model: Path) -> dict[str, Any] | None:
