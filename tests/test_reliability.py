@@ -48,7 +48,6 @@ from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.saver import refuse_full_disk
 from training.checkpoints.status import write_status
 from training.guard.lock import locked
-from training.report.facts import _without_machine
 from training.runtime.device import DeviceArguments, decide
 from training.runtime.launcher import launch_words
 from training.step.tensors import read_tensors
@@ -272,13 +271,6 @@ def test_resume_command_names_the_options_of_the_launcher(monkeypatch):
     ):
         monkeypatch.setattr("training.runtime.launcher.LAUNCHER_LINE", [sys.executable, *given.split(), sys.argv[0]])
         assert launch_words() == [*expected.removeprefix("/home/me/bin/").split(), "train_accelerate.py"]
-
-
-def test_the_published_command_has_no_addresses_and_no_paths():
-    command = "accelerate launch --main-process-ip 10.0.0.1 --local-addr=10.0.0.2 --config_file /home/me/own.yaml"
-    public = "accelerate launch --main-process-ip ADDRESS --local-addr=ADDRESS --config_file path/to/own.yaml"
-    words = f"{command} --log-dir /home/me/ --multi_gpu /home/me/train.py".split()
-    assert _without_machine(words) == f"{public} --log-dir path/to --multi_gpu train.py".split()
 
 
 def test_sigterm_and_ctrl_c_save_print_the_resume_command_and_the_run_resumes_exactly(train, start, tmp_path):
@@ -625,9 +617,7 @@ def test_a_preempted_run_continues_on_an_empty_machine(train, start, tmp_path):
     assert f"step_{step:08} is restored from {drive / 'run'}" in output, errors
     assert_same_run(straight, run)  # also with and without a launcher
     assert backup.newest_step() == 60  # the restored run continues its backup
-    for folder, launcher in ((straight, "python"), (run, "accelerate launch --quiet")):
-        report = (folder / "report.md").read_text()
-        assert f"\n{launcher} train_accelerate.py --config config.yaml --data " in report
+    assert "\npython train_accelerate.py --config config.yaml --data " in (run / "report.md").read_text()
     shutil.rmtree(drive / "run")
     train(run, backup_dir=drive, **settings)  # a finished run updates its backup
     assert damage(drive / "run" / "checkpoints" / "step_00000060") is None

@@ -5,7 +5,6 @@ far.
 """
 
 import os
-import re
 import shlex
 import time
 from collections.abc import Iterator
@@ -37,7 +36,6 @@ from training.checkpoints.status import first_step, hours, read_status, starts_i
 from training.log.reference import find_reference
 from training.log.speed import flops_per_token
 from training.plan.compatibility import model_fields
-from training.runtime.launcher import launch_words
 from training.step.size import size_of
 
 FORMAT_VERSION = 1
@@ -46,7 +44,6 @@ MAX_MOMENTS = 5  # steps for which the report shows samples
 PROMPT_CHARACTERS = 10  # first characters of a sample, used as the prompt if none is given
 FIRST_LINES = 5  # log lines from which the duration is estimated if no speed was known for the device
 SPEED_MEASURES = ("tokens_per_second", "mfu", "data_share")
-ADDRESS_OPTION = re.compile("(^|[_-])ip|addr|endp|host")  # options of launchers
 NOTABLE_EVENTS = ("resumed", "stopped", "spike", "advice")  # events that explain the curves
 
 Entries = list[dict[str, Any]]
@@ -103,7 +100,6 @@ def read_facts(folder: RunFolder) -> dict[str, Any]:
 def gather(folder: RunFolder, entries: Entries) -> dict[str, Any]:
     """Gather the facts from the entries of metrics.jsonl and the current files of the run."""
     events = metrics.read_events(folder.events)
-    command = shlex.join(_without_machine(launch_words()))
     samples, settings = read_samples(folder.samples), read_yaml(folder.config)
     starts, source = starts_in_force(events), settings.get("init_from")
     if "exclude" in settings:
@@ -128,7 +124,7 @@ def gather(folder: RunFolder, entries: Entries) -> dict[str, Any]:
         },
         # The first name: the model may be deleted meanwhile.
         "pretrained": source and (read_facts(folder).get("pretrained") or name_of_model(source)),
-        "command": f"{command} --config config.yaml --data {shlex.quote(_as_typed(settings['data']))}",
+        "command": f"python train_accelerate.py --config config.yaml --data {shlex.quote(_as_typed(settings['data']))}",
         # Hardware and libraries, with the step after which each combination was used.
         "environments": [next(group) for _, group in groupby(environments, key=itemgetter("text"))],
         "begins_at": starts[0]["step"] if starts else 0,
@@ -202,20 +198,6 @@ def _noticed(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     highest = sorted((event["z_score"] for event in events if event["event"] == "spike"), reverse=True)[:MAX_ROWS]
     noticed = [event for event in events if event["event"] in NOTABLE_EVENTS]
     return [event for event in noticed if event["event"] != "spike" or event["z_score"] >= highest[-1]]
-
-
-def _without_machine(words: list[str]) -> list[str]:
-    """Return the words of a command without addresses, and without paths of this machine."""
-    public, is_address = [], False
-    for word in [*words[:-1], Path(words[-1]).name]:
-        option, sign, value = word.partition("=") if word.startswith("-") else ("", "", word)
-        if is_address or (sign and ADDRESS_OPTION.search(option)):
-            value = "ADDRESS"
-        elif value.startswith("/"):
-            value = f"path/to/{Path(value).name}" if Path(value).suffix else "path/to"
-        is_address = bool(word.startswith("-") and not sign and ADDRESS_OPTION.search(option))
-        public.append(f"{option}{sign}{value}")
-    return public
 
 
 def _as_typed(value: str) -> str:
