@@ -5,11 +5,9 @@ folder, files with known names are deleted and all other files are kept. A singl
 mark itself.
 """
 
-import errno
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -74,30 +72,12 @@ def discard(path: Path, patterns: Iterable[str], replacement: Path | None = None
     trash = path.with_name(f".{path.name.lstrip('.')}.removed")
     remains = _empty(trash, patterns, path)  # a killed process may have left files
     if path.is_dir() and not path.is_symlink():
-        move(path, trash)
+        path.rename(trash)
     else:
         path.unlink(missing_ok=True)
     if replacement is not None:
         replacement.rename(path)
     return _empty(trash, patterns, path) or remains
-
-
-def move(path: Path, target: Path) -> None:
-    """Rename a file or a folder. A folder of a container's image, which its file system cannot rename, is copied."""
-    try:
-        path.rename(target)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        draft = target.with_name(f".{target.name.lstrip('.')}.unfinished")  # a name that no command looks for
-        shutil.rmtree(draft, ignore_errors=True)  # of a killed process
-        try:
-            shutil.copytree(path, draft, symlinks=True)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
-        draft.rename(target)
-        shutil.rmtree(path)
 
 
 def _empty(trash: Path, patterns: Iterable[str], path: Path) -> Path | None:

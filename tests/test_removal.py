@@ -1,7 +1,5 @@
 """Only files written by this project are deleted; a user's folders with the names of a run are not changed."""
 
-import errno
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -12,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import train_accelerate
 from common.atomic import unfinished_path, write_atomic
-from common.removal import MARK, discard, is_marked, mark, move, renew
+from common.removal import MARK, discard, is_marked, mark, renew
 from conftest import REPOSITORY, TINY, assert_user_error, contents, flags, flip
 from publishing import gguf_file
 from publishing.demo import assemble_space
@@ -267,37 +265,6 @@ def test_discard_deletes_only_known_files_and_follows_no_link(tmp_path):
     assert discard(tmp_path / "linked", ("*",)) is None
     assert not (tmp_path / "linked").is_symlink()
     assert (tmp_path / "elsewhere" / "a.bin").exists()
-
-
-def test_a_folder_that_cannot_be_renamed_is_copied(tmp_path):
-    """As a folder of a container's image."""
-    rename = Path.rename
-
-    def on_overlay(path: Path, target: Path) -> Path:
-        if path.name == "x":
-            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-        return rename(path, target)
-
-    write(tmp_path / "x", "a.bin", "sub/mine.txt")
-    write(tmp_path / ".y.unfinished", "of_a_killed_process")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "rename", on_overlay)
-        assert discard(tmp_path / "x", ("a.bin",)) == tmp_path / "x.kept"
-        write(tmp_path / "x", "a.bin")
-        move(tmp_path / "x", tmp_path / "y")
-    assert sorted(contents(tmp_path)) == ["x.kept/sub/mine.txt", "y/a.bin"]
-
-
-def test_a_copy_that_fails_leaves_the_folder(tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    write(tmp_path / "x", "a.bin")
-    monkeypatch.setattr(Path, "rename", lambda path, target: os.rename(path, "/proc/x"))  # another file system
-    monkeypatch.setattr(shutil, "copytree", full)
-    with pytest.raises(OSError, match="No space left"):
-        move(tmp_path / "x", tmp_path / "y")
-    assert sorted(contents(tmp_path)) == ["x/a.bin"]
 
 
 def test_a_mark_that_could_not_be_written_is_no_file_of_a_user(tmp_path):

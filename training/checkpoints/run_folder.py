@@ -28,7 +28,7 @@ from shlex import quote
 from common.atomic import file_sha256
 from common.errors import UserError
 from common.limits import free, setting
-from common.removal import MARK, UNFINISHED_MARK, discard, is_known, is_marked, mark, move, renew
+from common.removal import MARK, UNFINISHED_MARK, discard, is_known, is_marked, mark, renew
 from common.settings_file import read_yaml
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.metrics import best_step, forget_after, read_events
@@ -276,7 +276,7 @@ def begin(folder: RunFolder, checkpoint: Path | None, is_same_text: bool = True,
         parts = reversed(_parts(folder))  # the checkpoints first, see `put_back`
         renew(folder.replaced, "replaced", ())
         for path in parts:
-            move(path, folder.replaced / path.name)
+            path.rename(folder.replaced / path.name)
         if not holds_model:
             forget_replaced(folder)
         return
@@ -285,7 +285,7 @@ def begin(folder: RunFolder, checkpoint: Path | None, is_same_text: bool = True,
         if checkpoints.step_of(candidate) > step:  # it is damaged, otherwise the run would resume from it
             aside = candidate.with_name(f"damaged_{candidate.name}")
             discard(aside, checkpoints.FILES)
-            move(candidate, aside)
+            candidate.rename(aside)
     checkpoints.renew_model(checkpoint, folder.model)
     scored_step = step - owes_validation
     forget_after(folder.metrics, step, scored_step if is_same_text else -1)
