@@ -33,7 +33,7 @@ RUN = {
     f"{PUSH} runs/my --repo_id YOUR_NAME/my-model": "--dry_run",
     "python -m modeling_gpt2scratch.conversion_gpt2scratch runs/my/model models/native --to native": "",
     "accelerate launch --quiet --config_file launch/two_cpu_processes.yaml train_accelerate.py --output_dir runs/two": (
-        f"{LIBRARY} --torch_compile false"
+        f"--data my.txt {SMALL}"
     ),
     "python -m training.evaluate runs/quickstart --checkpoint best": "",
     "python -m tokenizer.pretokenize --input my.txt --tokenizer . --validation_fraction 0.9 --output data/mine": "",
