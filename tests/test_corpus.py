@@ -236,11 +236,17 @@ def test_json_without_records_is_text(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
-@pytest.mark.parametrize("column", ["text", "content", "prose"])
-def test_each_record_is_a_document_and_its_text_column_is_detected(tmp_path, suffix, column):
+def test_each_record_is_a_document_and_its_text_column_is_detected_or_chosen(tmp_path, suffix):
     texts = ['He said, "Ü 雪\n\n  twice".', " one\ttwo\r\n", "plain"]
-    records = [{"id": i, column: text} for i, text in enumerate(texts)]
-    assert documents(write_records(tmp_path / f"records.{suffix}", records)) == texts
+    for column in ("text", "content", "prose"):
+        records = [{"id": i, column: text} for i, text in enumerate(texts)]
+        assert documents(write_records(tmp_path / f"records.{suffix}", records)) == texts
+    path = write_records(tmp_path / f"a.{suffix}", [{"text": "no", "summary": "yes"}])
+    assert documents(path, text_column="summary") == ["yes"]
+    path = write_records(tmp_path / f"b.{suffix}", [{"question": "a", "answer": "b"}])
+    given = "its columns are question, answer: choose one with --text_column."
+    assert refusal(path, text_column="texts") == f"{path} has no column 'texts'; {given}"
+    assert refusal(path) == f"{path} has no obvious text column; {given}"
 
 
 def test_text_column_precedes_content_and_other_columns(tmp_path):
@@ -263,16 +269,6 @@ def test_text_column_precedes_content_and_other_columns(tmp_path):
     assert "no obvious text column" in refusal(write_records(tmp_path / "c.jsonl", rows))
     lines = ["broken", '{"id": 1}', *[json.dumps({"id": 1, "text": str(i)}) for i in range(300)]]
     assert documents(write(tmp_path / "a.jsonl", "\n".join(lines))) == [str(i) for i in range(300)]
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
-def test_text_column_flag_selects_a_column_and_errors_list_existing_columns(tmp_path, suffix):
-    path = write_records(tmp_path / f"a.{suffix}", [{"text": "no", "summary": "yes"}])
-    assert documents(path, text_column="summary") == ["yes"]
-    path = write_records(tmp_path / f"b.{suffix}", [{"question": "a", "answer": "b"}])
-    given = "its columns are question, answer: choose one with --text_column."
-    assert refusal(path, text_column="texts") == f"{path} has no column 'texts'; {given}"
-    assert refusal(path) == f"{path} has no obvious text column; {given}"
 
 
 def test_quotes_and_separators_of_tables(tmp_path):
