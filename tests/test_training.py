@@ -133,7 +133,7 @@ def test_report_compares_the_estimate_and_lists_events(launch, store, tmp_path):
 
 
 def test_last_validation_also_scores_the_sample_of_earlier_ones(train, store, tmp_path, capsys):
-    run = train(tmp_path / "run", max_eval_samples=2)
+    run = train(tmp_path / "run", max_eval_samples=2, report_to="tensorboard")
     first, end = (entry for entry in metrics(run) if "eval_loss" in entry)
     assert first["eval_tokens"] == 16 + 11  # the last window is short
     assert end["eval_tokens"] == store.metadata.val.tokens - 1
@@ -148,6 +148,11 @@ def test_last_validation_also_scores_the_sample_of_earlier_ones(train, store, tm
     assert end["eval_sampled_loss"] == pytest.approx(sample_loss, abs=1e-5)
     assert comparable_loss(end) == end["eval_sampled_loss"] != end["eval_loss"]
     assert comparable_loss(first) == first["eval_loss"]
+    content = EventAccumulator(str(run / "tensorboard")).Reload()
+    points = [event.value for event in content.Scalars("eval/loss")]  # all have the loss on the same text
+    assert points == pytest.approx([first["eval_loss"], end["eval_sampled_loss"]])
+    assert content.Scalars("eval/perplexity")[-1].value == pytest.approx(math.exp(points[-1]))
+    assert content.Scalars("eval/full_loss")[0].value == pytest.approx(end["eval_loss"])
     output, report = capsys.readouterr().out, (run / "report.md").read_text()
     assert re.search(
         rf"step 6: validation loss {end['eval_loss']:.4f}, perplexity [\d.]+, [\d.]+ bits per byte on all held-out "
@@ -422,16 +427,6 @@ def test_a_spike_at_the_default_threshold_is_reported_without_a_rollback(train, 
     assert (spike["step"], spike["z_score"] > 6) == (11, True)
     assert "resumed" not in [event["event"] for event in events]
     assert [entry["step"] for entry in metrics(run) if "loss" in entry] == [*range(1, 13)]
-
-
-def test_all_points_of_a_tracker_have_the_loss_on_the_same_text(train, tmp_path):
-    run = train(tmp_path / "run", report_to="tensorboard", max_eval_samples=2)
-    content = EventAccumulator(str(run / "tensorboard")).Reload()
-    scored = [entry for entry in metrics(run) if "eval_loss" in entry]
-    points = [event.value for event in content.Scalars("eval/loss")]
-    assert points == [pytest.approx(value) for value in (scored[0]["eval_loss"], scored[1]["eval_sampled_loss"])]
-    assert content.Scalars("eval/perplexity")[-1].value == pytest.approx(math.exp(points[-1]))
-    assert content.Scalars("eval/full_loss")[0].value == pytest.approx(scored[1]["eval_loss"])
 
 
 def test_a_resumed_run_continues_in_tensorboard_without_duplicate_steps(train, tmp_path):
