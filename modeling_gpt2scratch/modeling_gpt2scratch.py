@@ -255,11 +255,14 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
             past_key_values: keys and values of earlier calls, also accepted by the name `CACHE`.
 
         Raises:
-            ValueError: both or neither of `input_ids` and `inputs_embeds` are given, or a sequence exceeds the context.
+            ValueError: both or neither of `input_ids` and `inputs_embeds` are given, a sequence exceeds the context, or
+                a cache has another name: without it, earlier tokens would be ignored.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
         past_key_values = kwargs.pop(CACHE, past_key_values)
+        if names := [name for name, value in kwargs.items() if isinstance(value, Cache)]:  # renamed again
+            raise ValueError(f"The cache is given as {names[0]}, but this code reads {CACHE}; use newer code.")
         if inputs_embeds is None:
             inputs_embeds = self.wte(input_ids)  # (B, T, C)
         self.check_context(inputs_embeds.shape[1], position_ids, past_key_values)

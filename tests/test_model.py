@@ -337,6 +337,8 @@ def test_the_cache_is_also_accepted_by_its_name_since_transformers_5_24(tiny, mo
     model, ids, cache = tiny().transformer, tokens(2, 12), DynamicCache()
     steps = [model(piece, cache=cache)[0] for piece in ids.split([5, 7], dim=1)]
     torch.testing.assert_close(torch.cat(steps, dim=1), model(ids)[0], rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="The cache is given as memory, but this code reads cache; use newer code"):
+        model(ids, memory=cache)
 
 
 @torch.no_grad()
