@@ -206,15 +206,16 @@ def test_evaluate_reports_the_results_of_lm_eval(results, checkpoint, tasks, sto
     model_folder = shutil.copytree(run / "model", tmp_path / "alone")  # a model without a run
     evaluate.main([str(model_folder), "--data", str(store.folder), "--tasks", "which"])
     cards = [card_of(folder) for folder in (run, model_folder)]
-    for page in (*cards, (run / "report.md").read_text()):
+    page_of_results = run / "evaluation" / "evaluation.md"
+    for page in (*cards, page_of_results.read_text()):
         assert f"| which, acc | {acc:.4f} | {stderr:.4f} |\n" in page
     for entries in (ModelCard(card).data.eval_results for card in cards):
         assert ("which", "acc", acc) in {(e.dataset_name, e.metric_type, e.metric_value) for e in entries}
-    assert "my_text: at least" not in (run / "report.md").read_text()
+    assert "my_text: at least" not in page_of_results.read_text()
     rows = [CHOICES[0] | {"query": prose(i, 40), "choices": ["was", "he"]} for i in range(3)]
     long = write_task(tmp_path, "long", MULTIPLE_CHOICE, rows)
     evaluate.main([str(run), "--tasks", str(long), "--trust_task_code"])
-    assert "long: at least 6 requests exceeded the context and lost the beginning." in (run / "report.md").read_text()
+    assert "long: at least 6 requests exceeded the context and lost the beginning." in page_of_results.read_text()
     long.write_text(long.read_text().replace("multiple_choice", "generate_until"))
     (run / "evaluation" / "evaluation.json").unlink()
     assert_user_error(
