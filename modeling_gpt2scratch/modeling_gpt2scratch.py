@@ -260,9 +260,10 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of input_ids and inputs_embeds.")
-        past_key_values = kwargs.pop(CACHE, past_key_values)
+        if (cache := kwargs.pop(CACHE, None)) is not None:
+            past_key_values = cache
         if names := [name for name, value in kwargs.items() if isinstance(value, Cache)]:  # renamed again
-            raise ValueError(f"The cache is given as {names[0]}, but this code reads {CACHE}; use newer code.")
+            raise ValueError(f"A cache is given as {names[0]}; give it as {CACHE}, or use newer code of the model.")
         if inputs_embeds is None:
             inputs_embeds = self.wte(input_ids)  # (B, T, C)
         self.check_context(inputs_embeds.shape[1], position_ids, past_key_values)

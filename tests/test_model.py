@@ -335,9 +335,10 @@ def test_the_cache_is_also_accepted_by_its_name_since_transformers_5_24(tiny, mo
     """`generate` passes it as `cache`. Without it, each token would be written after the last one alone."""
     monkeypatch.setattr(modeling_gpt2scratch, "CACHE", "cache")
     model, ids, cache = tiny().transformer, tokens(2, 12), DynamicCache()
-    steps = [model(piece, cache=cache)[0] for piece in ids.split([5, 7], dim=1)]
+    first, second = ids.split([5, 7], dim=1)
+    steps = [model(first, cache=cache)[0], model(second, past_key_values=cache, cache=None)[0]]
     torch.testing.assert_close(torch.cat(steps, dim=1), model(ids)[0], rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="The cache is given as memory, but this code reads cache; use newer code"):
+    with pytest.raises(ValueError, match="given as memory; give it as cache, or use newer code of the model"):
         model(ids, memory=cache)
 
 
