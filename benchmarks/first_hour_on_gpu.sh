@@ -74,7 +74,7 @@ LINES_SHOWN=16 step plan "a measured peak within 10% of the estimate, under Memo
 on_gpu auto "no line 'Out of memory'" $TRAIN $UNSAVED --max_steps 5 --output_dir "$OUT/auto"
 
 # ---- speed and saving
-LINES_SHOWN=30 on_gpu profile "a cudnn or flash kernel, and no kernel below 3%" \
+LINES_SHOWN=30 on_gpu profile "a cudnn or flash kernel; the row 'no kernel' below 3%" \
     $TRAIN $UNSAVED --max_steps 12 --profile --output_dir "$OUT/profile"
 on_gpu benchmark "ms per step: at most 48 on an H200, 58 on an H100; 0 recompiles, 0 graph breaks; the raw loop within 1% of ours" \
     $PYTHON -m benchmarks.train_step --preset gpt2_small_seed --sequences $MICRO --rounds 1 --windows 3 ${NANOGPT:+--nanogpt "$NANOGPT"}

@@ -80,6 +80,8 @@ class Profiler:
         trace = self.folder / "trace.json.gz"
         self.profiled.export_chrome_trace(str(trace))
         summary = summarize_profile(self.profiled.events(), wall, self.first + 1, last_step)
+        if self.accelerator.device.type == "cuda" and all(row["name"] != "no kernel" for row in summary["kernels"]):
+            self.log.say("WARNING: the driver did not allow kernel recording; the table shows only host time.")
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         self.log.say(f"{table(summary)}\nTrace: {trace}; open it at https://ui.perfetto.dev.")
 
