@@ -65,7 +65,7 @@ def write_runs(path: Path, head: dict[str, Any], runs: dict[str, dict[str, Any]]
 
 
 def require_same_machine(path: Path, head: dict[str, Any], names: tuple[str, ...] = ("device", *PACKAGES)) -> None:
-    """Raise a `UserError` if the runs of a file were measured with another device or other packages."""
+    """Raise a `UserError` if one of `names` differs from the device and the packages of the runs in a file."""
     now = about("", [])
     if changed := [f"{name} {head[name]}, now {now[name]}" for name in names if head[name] != now[name]]:
         raise UserError(f"{path.name} was measured with {'; '.join(changed)}: use the same, or delete the file.")
