@@ -1,9 +1,11 @@
 """Commands in forks of a process that has imported torch and Transformers, which takes four seconds of CPU time.
 
 A fork is a process with its own pid, session, signals, environment, output and exit code. It imports the modules of
-this project itself. Run as a program, this file is the server of the forks, on the socket of its first argument.
+this project itself. The processes of a launcher in a fork are forks of the launcher. Run as a program, this file is the
+server of the forks, on the socket of its first argument.
 """
 
+import atexit
 import gc
 import importlib
 import io
@@ -15,13 +17,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
+from typing import NoReturn
 
 LIBRARIES = "accelerate matplotlib.backends.backend_agg matplotlib.figure rich.markdown rich.progress torch._dynamo "
 LIBRARIES += "torch._inductor transformers.models.auto transformers.modeling_layers "
 LIBRARIES += "transformers.models.gpt2.modeling_gpt2 transformers.processing_utils"
+LAUNCHER = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 PACKAGES = ("accelerate.commands.", "benchmarks.", "examples.", "modeling_gpt2scratch.", "publishing.", "training.")
 
 
@@ -95,8 +100,10 @@ def serve(requests: socket.socket) -> list[str]:
         if os.fork() == 0:
             requests.close()
             if (pid := os.fork()) == 0:
-                _become(files, *json.loads(request))
-                return json.loads(request)[0]
+                command, folder, environment = json.loads(request)
+                os.chdir(folder)
+                _become(files[1:], command, environment)
+                return command
             with socket.socket(fileno=files[0]) as answers:
                 for file in files[1:]:
                     os.close(file)
@@ -107,19 +114,51 @@ def serve(requests: socket.socket) -> list[str]:
             os.close(file)
 
 
-def _become(files: list[int], command: list[str], folder: str, environment: dict[str, str]) -> None:
+def _become(files: list[int], command: list[str], environment: dict[str, str]) -> None:
+    """Make this fork a process of its own, with only `files` as its input, output and errors."""
     os.setsid()
-    for number, file in enumerate(files[1:]):
+    for number, file in enumerate(files):
         os.dup2(file, number)
-    for file in files:
-        os.close(file)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.orig_argv = [sys.executable, *command]
+
+
+class ForkOfLauncher(subprocess.Popen):
+    """A process of a launcher, `python -u ...`, as a fork of the launcher."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more):
+        self.pid, self._child_created = os.fork(), True
+        if self.pid == 0:
+            command = list(args[2:])
+            _become([0, 1, 2], command, env)
+            sys.stdout.reconfigure(write_through=True)
+            _run_to_end(command)
+
+
+def _run_to_end(command: list[str]) -> NoReturn:
+    """Run a command and end like an interpreter, without a return to the frames of the launcher."""
+    status = 0
+    try:
+        run(command)
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            sys.stderr.write(f"{error.code}\n")
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def run(command: list[str]) -> None:
@@ -135,5 +174,6 @@ if __name__ == "__main__":
     for library in LIBRARIES.split():
         importlib.import_module(library)
     sys.modules["matplotlib.figure"].Figure().subplots().figure.savefig(io.BytesIO())  # finds the fonts
+    importlib.import_module(LAUNCHER).Popen = ForkOfLauncher
     gc.freeze()  # the collector does not touch these objects in the forks, which would copy their pages
     run(serve(socket.socket(fileno=int(sys.argv[1]))))
