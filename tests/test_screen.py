@@ -88,7 +88,7 @@ def shown_on_a_terminal(*command: str, **environment: str) -> str:
 
 
 def test_terminal_lines_are_updated_in_place(store, tmp_path):
-    settings = TINY | {"max_steps": 40, "eval_steps": 20, "hourly_price": 2.0}
+    settings = TINY | {"max_steps": 40, "eval_steps": 20, "hourly_price": 2.0, "sample_prompts": "the :x:"}
     arguments = flags(data=store.folder, output_dir=tmp_path / "run", **settings)
     environment = {"TERM": "xterm", "COLUMNS": "100", "LINES": "40", "OMP_NUM_THREADS": "1"}
     output = shown_on_a_terminal("train_accelerate.py", *arguments, **environment)
@@ -103,6 +103,7 @@ def test_terminal_lines_are_updated_in_place(store, tmp_path):
         r"time +\d:\d\d so far  \$0.\d\d of \$0.\d\d",
     ):
         assert re.search(f"\n{line}", newest)
+    assert "the :x:" in text  # not as an emoji
     assert output.endswith("\n")
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")  # the cursor is shown again
 

@@ -57,7 +57,7 @@ class Screen:
         self.left = self.progress = ""  # to the right of the bar; `progress` replaces `left` unless it is empty
         self.waits_for = "compiling" if compiles else "first step"  # empty after the first step
         self.began = self.said_last = time.monotonic()
-        self.console = Console(highlight=False, soft_wrap=True, markup=False)
+        self.console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
         self.live = None
         # isatty: with FORCE_COLOR set, rich alone treats a file as a terminal.
         if self.console.file.isatty() and self.console.is_interactive and not IN_NOTEBOOK:
