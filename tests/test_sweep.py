@@ -8,8 +8,9 @@ import subprocess
 import time
 
 import pytest
+import yaml
 
-from conftest import TINY, assert_user_error, error_of, flags, lines, metrics, wait_until
+from conftest import TINY, assert_user_error, error_of, flags, lines, metrics, status, wait_until
 from training import compare_runs, sweep
 from training.config import dump_config, read_config
 
@@ -151,6 +152,10 @@ def test_a_table_has_differing_settings_and_skips_entries_that_are_not_runs(run,
     part = shutil.copytree(twin, tmp_path / "part")  # stopped after a validation of a sample, with another tokenizer
     for name, old, new in (("status.json", "finished", "stopped"), ("report.json", '"val": {', '"val": {"other": 1, ')):
         (part / name).write_text((part / name).read_text().replace(old, new))
+    changes = {"max_steps": 9, "adam_beta1": 0.5, "adam_beta2": 0.5, "n_head": 1, "seed": 7}  # more than columns show
+    config = yaml.safe_load((part / "config.yaml").read_text()) | changes
+    (part / "config.yaml").write_text(yaml.safe_dump(config))
+    (part / "status.json").write_text(json.dumps(status(part) | {"step": 5}))  # not every step is logged
     *entries, end = lines(part / "metrics.jsonl")
     end["eval_bits_per_byte"] *= end["eval_sampled_loss"] / end["eval_loss"]
     end |= {"eval_loss": end.pop("eval_sampled_loss"), "eval_tokens": end.pop("eval_sampled_tokens")}
@@ -158,6 +163,8 @@ def test_a_table_has_differing_settings_and_skips_entries_that_are_not_runs(run,
     compare_runs.main([str(twin), str(part), "--output", str(tmp_path / "x.png")])
     output = capsys.readouterr().out
     assert "compare bits per byte, not losses" in output
+    assert "| stopped at step 5 of 9 |" in output
+    assert re.search(r"\n- `part`: .*adam_beta1 `0.5`, adam_beta2 `0.5`", output)
     scores = re.findall(r"\| `(?:part|other)` \| ([\d.]+ \| [\d.]+)", output)
     assert (len(scores), len({*scores})) == (2, 1)  # the same weights on the same sample
     assert_user_error("(?s)notes.txt is .*none is neither", compare_runs.main, [str(notes), "none"])

@@ -156,7 +156,8 @@ def summarize_run(folder: RunFolder) -> dict[str, Any]:
     """Return the facts of a run, finished or in progress, for a comparison with other runs."""
     entries, events = metrics.read_metrics(folder.metrics), metrics.read_events(folder.events)
     settings, data = read_yaml(folder.config), read_facts(folder).get("data", {})
-    state = read_status(folder.status).get("state", "running")
+    status = read_status(folder.status)
+    state = status.get("state", "running")
     validations = [entry for entry in entries if "eval_loss" in entry]
     newest = ([{}] + validations)[-1]
     if state == "finished" and settings.get("load_best_model_at_end"):  # whose model is an earlier one
@@ -165,7 +166,8 @@ def summarize_run(folder: RunFolder) -> dict[str, Any]:
         newest = metrics.best_evaluation(saved or validations) or {}
     estimates = [{"steps": 0}] + [event["planned"] for event in events if "planned" in event]
     end = datetime.fromtimestamp(folder.metrics.stat().st_mtime, UTC) if entries and state == "running" else None
-    run = {"entries": entries, "last": newest, "state": state, "hours": hours(events, end)}
+    step = max([status.get("step", 0)] + [entry["step"] for entry in entries[-1:]])  # not every step is logged
+    run = {"entries": entries, "step": step, "last": newest, "state": state, "hours": hours(events, end)}
     run["seconds_until"] = metrics.seconds_until(entries, first_step(events))
     return run | {"settings": settings, "planned": estimates[-1]["steps"], "text": str(data.get("val"))}
 
@@ -233,7 +235,7 @@ def _estimate(entries: Entries, first_step: float, events: Entries) -> dict[str,
     time *= 1 - events[0]["step"] / estimate["steps"]
     return {
         "is_extrapolated": estimate["tokens_per_second"] is None,
-        "steps": [estimate["steps"], newest["step"]],
+        "steps": [estimate["steps"], max(newest["step"], events[-1]["step"])],
         "tokens_per_second": [speed, float(np.median(speeds))],
         "hours": time,
         # Older versions did not log peak memory.
