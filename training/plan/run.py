@@ -154,8 +154,8 @@ def finish_again(run: Run, optim: OptimArguments, chooses_best: bool, has_new_le
     if stable := folder.newest_step(until=cooldown_start(run.plan.max_steps, optim)):
         source = f"{quote(str(folder.checkpoints / checkpoints.folder_name(stable)))} --output_dir NEW_FOLDER"
     printer(run.accelerator)(
-        f"{folder.path} is finished ({counted(run.start.step, 'step')}). To train again, add --overwrite_output_dir. "
-        f"To train longer, use --resume_from_checkpoint {source} --max_steps N."
+        f"{folder.path} is finished ({counted(run.start.step, 'step')}). To train again, use its first command with "
+        f"--overwrite_output_dir. To train longer, use --resume_from_checkpoint {source} --max_steps N."
     )
 
 
