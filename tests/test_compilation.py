@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,13 @@ def test_paths_with_blanks_turn_compilation_for_a_cpu_off(monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/my cache")
     assert "PyTorch cannot compile for a CPU in paths with blanks (" in compilation._missing_to_compile()
+
+
+def test_a_cache_on_a_disk_without_execution_turns_compilation_off(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "not" / "yet"))
+    flags = {tmp_path: os.ST_NOEXEC}
+    monkeypatch.setattr(os, "statvfs", lambda disk: SimpleNamespace(f_flag=flags.get(disk, 0)))
+    assert f"{tmp_path} is mounted noexec; " in compilation._missing_to_compile()
 
 
 def test_incomplete_libraries_are_removed(cache):

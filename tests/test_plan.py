@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from accelerate import Accelerator
+from torch._dynamo.exc import BackendCompilerFailed
 
 import train_accelerate
 from conftest import REPOSITORY, TINY, assert_user_error, error_of, flags, metrics, prose, reset_accelerate, trained
@@ -109,6 +110,15 @@ def test_plan_for_a_rented_device_uses_its_datasheet(store, tmp_path, capsys):
     assert "GB of 16.0 GB per device" in output
     for here in (output, planned(store, tmp_path, capsys, **large)):  # the same devices, with no part of a CPU's memory
         assert "\n| T4" in here
+
+
+def test_a_compiler_that_fails_while_the_speed_is_measured_ends_in_one_sentence(store, tmp_path, capsys, monkeypatch):
+    def fail(*_arguments):
+        raise BackendCompilerFailed(None, OSError("failed to map segment"), None)
+
+    monkeypatch.setattr("training.budget.throughput._measured", fail)
+    sentence = r"failed \(OSError\('failed to map segment'\)\) while the speed was measured. Delete its cache"
+    assert_user_error(sentence, planned, store, tmp_path, capsys)
 
 
 def test_a_large_model_is_measured_by_a_small_one(store, tmp_path, capsys, monkeypatch):

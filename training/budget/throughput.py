@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
+from torch._dynamo.exc import BackendCompilerFailed
 
 from common.errors import UserError, counted
 from modeling_gpt2scratch import GPT2ScratchConfig
@@ -14,7 +15,7 @@ from tokenizer.store.store import TokenStore
 from training.config import TrainConfig
 from training.data.batches import TrainBatches, WindowOrder
 from training.data.run_data import place_tokens
-from training.guard.faults import is_out_of_memory
+from training.guard.faults import compiler_error, is_out_of_memory
 from training.log.speed import Speed, flops_per_token, peak_memory
 from training.plan.plan import Plan
 from training.runtime.distributed import on_main
@@ -67,6 +68,8 @@ def measure_speed(
     try:
         return _measured(config, plan, accelerator, store, steps, seconds)
     except Exception as error:
+        if isinstance(error, BackendCompilerFailed) and not is_out_of_memory(error):
+            raise compiler_error(error, " while the speed was measured", "run the same command again") from error
         if not is_out_of_memory(error):
             raise
         raise UserError(

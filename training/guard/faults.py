@@ -35,17 +35,22 @@ def translate(error: Exception, run: Run) -> Exception:
     if is_out_of_memory(error):
         return _out_of_memory(run)
     if isinstance(error, BackendCompilerFailed):
-        return UserError(
-            f"torch.compile failed ({error.inner_exception!r:.300}); {folder.last_good()}. Delete its cache, "
-            f"{cache_dir()}, free space in {tempfile.gettempdir()} (TMPDIR) if the disk is full, and "
-            f"{folder.resume_advice()}; if that does not help, add --torch_compile false."
-        )
+        return compiler_error(error, f"; {folder.last_good()}", folder.resume_advice())
     if isinstance(error, DamageError) or (isinstance(error, OSError) and error.errno in OF_THE_DISK):
         return UserError(
             f"{error.filename or folder.path}: {error.strerror or error}. The run ends here; {folder.last_good()}. "
             f"Fix the problem and {folder.resume_advice()}."
         )
     return error
+
+
+def compiler_error(error: BackendCompilerFailed, state: str, repeat: str) -> UserError:
+    """Return the error for a failed compiler. `state` follows its reason; `repeat` says how to continue."""
+    return UserError(
+        f"torch.compile failed ({error.inner_exception!r:.300}){state}. Delete its cache, {cache_dir()}, free space in "
+        f"{tempfile.gettempdir()} (TMPDIR) if the disk is full, and {repeat}; if that does not help, add "
+        "--torch_compile false."
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -90,6 +90,10 @@ def _missing_to_compile() -> str:
     parts, paths = [], [torch.__file__, os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())]
     if not torch.accelerator.is_available() and any(map(str.isspace, "".join(paths))):
         parts.append(f"PyTorch cannot compile for a CPU in paths with blanks ({', '.join(paths)}); move them.")
+    cache = Path(paths[-1]).absolute()
+    disk = next(path for path in (cache, *cache.parents) if path.exists())
+    if os.statvfs(disk).f_flag & getattr(os, "ST_NOEXEC", 0):
+        parts.append(f"{disk} is mounted noexec; name a folder of another disk with TORCHINDUCTOR_CACHE_DIR.")
     if needed := {name: package for is_needed, name, package in requirements if is_needed}:
         parts.append(f"{', '.join(needed)} not found; on Debian and Ubuntu: apt install {' '.join(needed.values())}.")
     if has_gpu and torch.version.hip is None and torch.cuda.get_device_capability() < (7, 0):
