@@ -119,6 +119,14 @@ def test_freed_memory_is_kept_for_reuse(launch):
     assert int(launch("-c", code).stdout) < 20_000
 
 
+def test_the_number_of_compilers_follows_the_cores_unless_the_user_chose(launch):
+    """Of a container, for example, whose quota PyTorch does not know."""
+    code = "import os, common.machine as m; m.cores = lambda logical: 3; import training.runtime.threads; "
+    code += "print(os.environ['TORCHINDUCTOR_COMPILE_THREADS'])"
+    chosen = [{"TORCHINDUCTOR_COMPILE_THREADS": number} for number in (None, "1")]
+    assert [launch("-c", code, **environment).stdout.strip() for environment in chosen] == ["3", "1"]
+
+
 def test_threads_spin_only_shortly_unless_the_user_chose(launch):
     """Otherwise a process that uses a core makes a training step several times slower."""
     code = "import os, training.runtime.threads; print(os.environ.get('GOMP_SPINCOUNT'))"

@@ -14,6 +14,8 @@ _is_chosen = not set_by_launcher("OMP_NUM_THREADS") or launcher_option("num_cpu_
 # step of two threads takes a fifth longer (docs/log.md).
 if _number in ("", "1") and not (_number and _is_chosen):
     os.environ["OMP_NUM_THREADS"] = str(max(1, cores(logical=False) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+# By default, as many compilers run at once as the machine has cores, also in a container with a quota of fewer.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(32, cores(logical=True))))
 # Threads wait for each other in every step. By default they spin for milliseconds, and a step takes several times
 # longer if another process uses a core. This is libgomp's own value for more threads than cores; it costs 3% if the
 # cores are free (docs/log.md).
