@@ -303,6 +303,8 @@ def serve(groups: list[list[DemoModel]], title: str, examples: list[str], text: 
     `options`: of `launch`."""
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}  # no downloads
     page = build(groups, title, examples, text)
+    direct = os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))  # for gradio, which asks its own server first
+    os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(filter(None, [direct, "localhost,127.0.0.1"]))
     _, address, public_address = page.launch(
         **options, theme=gradio.themes.Base(**fonts), css_paths=STYLE, footer_links=[],
         run_history=False, quiet=True, prevent_thread_lock=True, max_file_size=0,  # no uploads
