@@ -272,7 +272,7 @@ def test_spans_end_at_the_end_of_a_document(corpus, tmp_path, capsys):
     assert 64 * 50 < result["spans"] < 64 * 254  # one in 300 tokens is an end of text
 
 
-def test_run_keeps_evaluation_results(finished_copy, capsys):
+def test_run_keeps_evaluation_results(finished_copy, capsys, monkeypatch):
     run = finished_copy
     evaluated(capsys, run, "--compare", "--compare_with", run / "checkpoints" / "step_00000003")
     folder = run / "evaluation"
@@ -308,6 +308,10 @@ def test_run_keeps_evaluation_results(finished_copy, capsys):
         (folder / "evaluation.json").write_text(broken, encoding="latin-1")
         assert evaluation_of(RunFolder(run), run / "model") is None
     shutil.rmtree(folder)
+    with monkeypatch.context() as only_readable:  # such as the run of a colleague
+        only_readable.setattr("os.access", lambda path, mode: path != run)
+        assert evaluated(capsys, run, *memorization)["memorization"]
+    assert not folder.exists()
     folder.write_text("in the way")
     assert_user_error(r"evaluation\S* cannot be read or written", evaluate.main, [str(run), "--compare"])
 

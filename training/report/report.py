@@ -136,9 +136,10 @@ def evaluated_run(model: Path, folder: str) -> RunFolder | None:
     except UserError:  # not kept: those of a damaged or newer run, of the Hub, or of someone else's folder
         run = RunFolder(folder)
         is_part = model.name in FOLDERS and RunFolder(model.parent).is_run()
-        is_in_run = is_checkpoint(model) or RunFolder(model).is_run() or is_part
-        if is_in_run or not os.access(folder, os.W_OK):
+        if is_checkpoint(model) or RunFolder(model).is_run() or is_part:
             return None
+    if not os.access(run.path, os.W_OK):
+        return None
     with disk_errors(run.evaluation, RESUMES):  # an older version set no mark
         if not is_marked(run.evaluation, "evaluation") and "weights_sha256" not in _read(run.evaluation):
             for name in EVALUATION:
