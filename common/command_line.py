@@ -272,7 +272,8 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         sys.stdout.flush()
     except UserError as error:
         code = _report(error)
-    except BrokenPipeError:
+    except BrokenPipeError:  # the reader of a pipe ended
+        code = 128 + signal.SIGPIPE
         _leave_stdout()
     except OSError as error:  # error of a file or folder that no earlier check covers
         if error.filename is None and error.errno != errno.ENOSPC:

@@ -418,7 +418,7 @@ def test_a_closed_full_or_unread_output_ends_a_command_without_a_traceback(store
     os.close(reader)
     with open("/dev/full", "w") as full, os.fdopen(pipe, "w") as unread:
         for output, shell, outcome in (
-            (unread, [], (0, "")),
+            (unread, [], (141, "")),  # as of a command that SIGPIPE ended
             (full, [], (1, "error: No space left on device.\n")),
             (None, ["sh", "-c", 'exec "$0" "$@" >&-'], (0, "")),
         ):
