@@ -19,10 +19,12 @@ from datasets import (
     Value,
     interleave_datasets,
 )
+from huggingface_hub import constants
 
 from conftest import assert_one_sentence, contents, prose, wait_until
 from tokenizer import pretokenize
 from tokenizer.corpus import given, units
+from tokenizer.corpus.hub import unreachable
 from tokenizer.store.store import TokenStore
 
 TEXTS = [f"{i}: naïve 雪 {prose(i, 40)}" for i in range(400)]
@@ -46,6 +48,18 @@ def expected(tmp_path_factory) -> list[bytes]:
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     pretokenize(folder / "texts.jsonl", folder / "store", **SETTINGS)
     return tokens(folder / "store")
+
+
+def test_a_wrong_tokenizer_is_refused_before_text_is_copied_and_the_program_stays_online(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    unreachable.cache_clear()
+    settings = {"tokenizer": "someone/typo", "quiet": True}
+    sentence = "the Hub cannot be reached"
+    assert_one_sentence(sentence, pretokenize, Dataset.from_list(ROWS), tmp_path / "store", **settings)
+    assert (constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"]) == (False, "0")
+    assert [path for path in tmp_path.rglob("text/*") if path.is_file()] == []
 
 
 @pytest.mark.parametrize("num_proc", [1, 3])

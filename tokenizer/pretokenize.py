@@ -37,6 +37,7 @@ from tokenizer.cleaning.dedup import DedupArguments
 from tokenizer.corpus.documents import NO_LIMIT
 from tokenizer.corpus.files import unpack_command
 from tokenizer.corpus.given import GivenDataset
+from tokenizer.corpus.hub import offline_only_inside
 from tokenizer.corpus.named_data import listed
 from tokenizer.corpus.units import Corpus, CorpusArguments
 from tokenizer.encoding.vocabulary import VocabularyArguments
@@ -170,8 +171,9 @@ def pretokenize(data: Any, output: str | Path, **settings: Any) -> TokenStore | 
     flags = {"input": inputs, "output": str(output)} | settings
     values = {name: _listed(value) for name, value in flags.items() if value is not None}
     words = [[f"--{name}", *map(str, value)] for name, value in values.items() if value or name == "cleaning"]
-    options, ids, *parts = parse([word for flag in words for word in flag], datasets)
-    return build(options, ids, replace(options.recipe(*parts), given=datasets))
+    with offline_only_inside():
+        options, ids, *parts = parse([word for flag in words for word in flag], datasets)
+        return build(options, ids, replace(options.recipe(*parts), given=datasets))
 
 
 def _listed(value: Any) -> list:

@@ -231,6 +231,8 @@ class StoreBuilder:
         recipe, corpus = self.recipe, self.corpus
         if recipe.dedup.dedup == "near":
             MinHasher()  # raises an error before any work if rensa is not installed
+        if corpus.given:
+            recipe.settings()  # raises an error for a wrong tokenizer or template before any text is copied
         for name in corpus.given:
             self.say(f"Copying the text of {name} to the disk ...")
         corpus.write_given(self.work / "text")

@@ -4,6 +4,7 @@ import os
 import re
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -36,6 +37,21 @@ def unreachable() -> str | None:
         os.environ["HF_HUB_OFFLINE"] = "1"
         return f"{constants.ENDPOINT}: {shortened(error) or type(error).__name__}"
     return None
+
+
+@contextmanager
+def offline_only_inside() -> Iterator[None]:
+    """Context for use in another program, which `unreachable` must not leave offline."""
+    from huggingface_hub import constants
+
+    is_offline = constants.HF_HUB_OFFLINE
+    try:
+        yield
+    finally:
+        if is_offline != constants.HF_HUB_OFFLINE:
+            constants.HF_HUB_OFFLINE = is_offline
+            os.environ["HF_HUB_OFFLINE"] = "0"
+        unreachable.cache_clear()
 
 
 def require(name: str, noun: str, *files: str) -> None:
