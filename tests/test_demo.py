@@ -48,6 +48,7 @@ def letters(tmp_path_factory):
 @contextmanager
 def served(command: list[str], folder: Path):
     variables = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "HF_MODULES_CACHE": str(folder / "modules")}
+    variables |= {"http_proxy": "http://127.0.0.1:9"}  # as behind a proxy, which does not know this server
     pipe = {"stdout": subprocess.PIPE, "text": True}
     server = subprocess.Popen([sys.executable, *command], cwd=folder, env=os.environ | variables, **pipe)
     try:
