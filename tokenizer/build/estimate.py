@@ -11,8 +11,8 @@ from pathlib import Path
 
 from common.errors import UserError, disk_errors
 from tokenizer.build.recipe import Recipe
-from tokenizer.build.store_builder import StoreBuilder, most_workers
-from tokenizer.build.worker import Workers
+from tokenizer.build.store_builder import StoreBuilder
+from tokenizer.build.worker import Workers, most_workers
 from tokenizer.corpus import files
 from tokenizer.corpus.byte_range import ByteRange
 from tokenizer.corpus.documents import NO_LIMIT
@@ -107,7 +107,7 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
     if limit.bytes <= LARGE_BYTES or (dataset is None and corpus.text_size <= LARGE_BYTES):
         return None
     say(f"Reading a sample of {data} ...")
-    workers = Workers(most_workers())
+    workers = Workers()
     with disk_errors(folder, RESUMES), closing(workers):
         if dataset is not None:
             recipe = replace(recipe, corpus=replace(recipe.corpus, max_bytes=str(SAMPLE_BYTES)))

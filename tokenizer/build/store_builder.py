@@ -20,22 +20,13 @@ from tokenizers import Tokenizer
 
 from common import schema
 from common.errors import Problems, UserError, counted, disk_errors, require_room
-from common.machine import cores, free_memory
 from common.progress import track
 from common.removal import MARK, discard, is_marked, mark, renew
 from common.terminal import show
 from tokenizer.build import report
 from tokenizer.build.merge import Merger
 from tokenizer.build.recipe import Recipe
-from tokenizer.build.worker import (
-    HASHED_CHARACTERS,
-    START_METHOD,
-    DocumentSettings,
-    Part,
-    StorePlan,
-    Workers,
-    done_parts,
-)
+from tokenizer.build.worker import HASHED_CHARACTERS, DocumentSettings, Part, StorePlan, Workers, done_parts
 from tokenizer.cleaning import cleaning
 from tokenizer.cleaning.dedup import MinHasher
 from tokenizer.corpus.chat import TURN_MARK, ChatTemplate
@@ -55,8 +46,6 @@ WORK_FILES = (
 )
 SAMPLED_UNITS = 4096  # maximum number of units to train a tokenizer on
 FINE_TUNING = "train on chats with python -m examples.finetune_chat"
-# Of memory for one process, with a margin. A spawned one imports the program again.
-WORKER_BYTES = 300_000_000 if START_METHOD == "fork" else 500_000_000
 SECONDS_BETWEEN_LINES = 30.0  # about the progress
 ESTIMATED_FROM = 1 << 16  # characters that are tokenized to estimate the size of the store
 CACHE_REMEDY = "tokenize with python -m tokenizer.pretokenize --output on another disk, for --data"
@@ -78,7 +67,7 @@ def pretokenize(
     is bad: it would be refused with the corrected text."""
     Problems(recipe.problems()).refuse()
     folder = output_folder(folder)
-    workers = Workers(num_proc or most_workers())
+    workers = Workers(num_proc)
     with disk_errors(folder, RESUMES), closing(workers):
         builder = StoreBuilder(recipe, folder, say, workers, is_cache)
         with locked(folder, "", wait=is_cache or shard is not None, is_cache=is_cache):
@@ -152,11 +141,6 @@ def _changes(old_settings: dict[str, Any], old_inputs: list, settings: dict[str,
     names = [name for name in files if old_files.get(name) != files[name]]
     words += [f"{name} {'was changed' if name in old_files else 'is new'}" for name in names]
     return "; ".join(words[:3]) + (f"; and {len(words) - 3} more" if len(words) > 3 else "")
-
-
-def most_workers() -> int:
-    """Return the number of cores, or of processes for which there is memory."""
-    return max(1, min(cores(logical=True), free_memory() // WORKER_BYTES))
 
 
 def locked(folder: Path, suffix: str, wait: bool, is_cache: bool = False) -> AbstractContextManager:

@@ -28,7 +28,7 @@ import xxhash
 from common import schema
 from common.atomic import write_atomic
 from common.errors import UserError, check_format, disk_errors
-from common.machine import keep_freed_memory
+from common.machine import cores, free_memory, keep_freed_memory
 from tokenizer.cleaning.cleaning import Cleaner, RuleStats
 from tokenizer.cleaning.dedup import BANDS, KEYS, MinHasher
 from tokenizer.corpus.chat import ChatTemplate
@@ -41,6 +41,8 @@ PLAN_VERSION = 1
 HASHED_CHARACTERS = 1 << 19  # of a document, which the first piece of every longer one has
 BATCH_BYTES = 4 << 20  # bytes encoded together: smaller batches reuse fewer words, larger batches need more memory
 START_METHOD = "fork" if sys.platform == "linux" else "spawn"  # forked processes of macOS may crash in its libraries
+# Of memory for one process, with a margin. A spawned one imports the program again.
+WORKER_BYTES = 300_000_000 if START_METHOD == "fork" else 500_000_000
 
 
 @dataclass(frozen=True)
@@ -272,12 +274,17 @@ def done_parts(folder: Path, units: list[int]) -> list[Part]:
     return list(filter(None, (Part.read(folder, number) for number in units)))
 
 
+def most_workers() -> int:
+    """Return the number of cores, or of processes for which there is memory."""
+    return max(1, min(cores(logical=True), free_memory() // WORKER_BYTES))
+
+
 class Workers:
     """Processes for units of work. They are forked before this process plans the work, because then it has few threads
     and little memory, and they import `datasets` meanwhile."""
 
-    def __init__(self, maximum: int):
-        self.maximum = maximum
+    def __init__(self, maximum: int | None = None):
+        self.maximum = maximum or most_workers()
         self.pool: ProcessPoolExecutor | None = None
         self.processes: set[multiprocessing.Process] = set()
 
