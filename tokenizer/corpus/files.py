@@ -19,6 +19,7 @@ from common.errors import UserError
 INFLATED_BLOCK, SAMPLE_BLOCK = 1 << 18, 1 << 9
 BLOCK_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16
+LONGEST_RECORD = 128 << 20  # bytes; a jsonl line or a json file must fit in memory
 PACKED_STORE = ".tar.zst"
 # Errors of reading damaged files, or parts of files that became shorter.
 DAMAGE = (ValueError, OSError, EOFError, IndexError, RecursionError, csv.Error, zlib.error)

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, TextIO
 
 from tokenizer.corpus import files, hub
 from tokenizer.corpus.byte_range import ByteRange, bounds
+from tokenizer.corpus.files import LONGEST_RECORD
 
-LONGEST_RECORD = 128 << 20  # bytes; a jsonl line or a json file must fit in memory
 BATCH_BYTES = 4 << 20  # bytes read from a parquet file at a time
 TEXT_COLUMNS, CHAT_COLUMNS = ("text", "content"), ("messages", "conversations")
 NUMBER = re.compile(r"[-+.,\d]+(e[-+]?\d+)?%?|nan|inf", re.IGNORECASE)

@@ -25,15 +25,7 @@ from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit, Reader, name_and
 from tokenizer.corpus.file_finder import FileFinder, TextFile
 from tokenizer.corpus.given import GivenDataset
 from tokenizer.corpus.named_data import dataset_of, find
-from tokenizer.corpus.records import (
-    CHAT_COLUMNS,
-    LONGEST_RECORD,
-    TEXT_COLUMNS,
-    arrow_batches,
-    parsed,
-    records,
-    text_column,
-)
+from tokenizer.corpus.records import CHAT_COLUMNS, TEXT_COLUMNS, arrow_batches, parsed, records, text_column
 
 UNIT_BYTES = 16 << 20
 SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE | re.ASCII)
@@ -390,7 +382,7 @@ def kind_of(path: str, text_column: str | None = None) -> str:
         first_line, *lines = head.strip().split(b"\n")
         if record := parsed(first_line):
             return "jsonl" if lines or columns & record.keys() else "text"
-        record = (parsed(head + file.read(LONGEST_RECORD)) if first_line.startswith(b"{") else None) or {}
+        record = (parsed(head + file.read(files.LONGEST_RECORD)) if first_line.startswith(b"{") else None) or {}
     is_list = re.match(rb'\s*\[\s*["{\]]', head)
     values = [record[name] for name in columns & record.keys()]
     is_text = any(isinstance(value, str) or value in (None, []) or chat.normalized(value) for value in values)
