@@ -17,7 +17,7 @@ from examples.tuning.settings import Tuning
 from modeling_gpt2scratch.loading import CONFIG
 from tokenizer.encoding import vocabulary
 from training.checkpoints.checkpoint import MODEL_FILES
-from training.checkpoints.run_folder import repository_name
+from training.checkpoints.run_folder import RunFolder
 from training.guard.lock import locked
 from training.runtime.distributed import on_main
 
@@ -103,7 +103,8 @@ def train_and_save(
         print(f"{table(before, after)}\nThe model is in {tuning.folder}. Next:")
         print(f"  python generate.py {path} {learned.use}")
         if model.config.model_type == "gpt2scratch":
-            print(f"  python push_to_hub.py {path} --repo_id YOUR_NAME/{repository_name(tuning.folder)}")
+            name = RunFolder(tuning.folder).repository_name
+            print(f"  python push_to_hub.py {path} --repo_id YOUR_NAME/{name}")
     except KeyboardInterrupt:
         if not (tuning.folder / CONFIG).is_file():
             print("\nNothing is saved before the end. The same command starts again.")

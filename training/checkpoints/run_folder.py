@@ -110,6 +110,12 @@ class RunFolder:
         logs = (self.events, self.status, self.samples, self.facts, self.report, self.tracker_id)
         return (self.config, *logs, *self.plots.values(), self.metrics)
 
+    @property
+    def repository_name(self) -> str:
+        """Name of the folder with the characters that the Hub accepts."""
+        name = re.sub(r"[^A-Za-z0-9_.]+", "-", self.path.resolve().name.replace("..", "-"))
+        return name[:96].strip(".-").removesuffix(".git") or "model"
+
     def is_run(self) -> bool:
         """Return whether this project trained in the folder. It did if there is a mark file or, from an older version,
         a checkpoint, or a status and events in our format. A config.yaml is not enough: any project may have one."""
@@ -207,12 +213,6 @@ def run_of(path: Path) -> Path:
         raise UserError(f"{run} has no {CONFIG_FILE}; restore it from a backup, or train in another folder.")
     check_run_format(RunFolder(run).status)
     return run
-
-
-def repository_name(folder: Path) -> str:
-    """Return the name of a folder with the characters that the Hub accepts."""
-    name = re.sub(r"[^A-Za-z0-9_.]+", "-", folder.resolve().name.replace("..", "-"))
-    return name[:96].strip(".-").removesuffix(".git") or "model"
 
 
 def find_checkpoint(path: Path, name: str | None) -> Path:

@@ -12,15 +12,7 @@ from common.errors import UserError, counted, disk_errors
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.backup import Backup
 from training.checkpoints.metrics import best_evaluation, read_events, read_metrics
-from training.checkpoints.run_folder import (
-    RunArguments,
-    RunFolder,
-    begin,
-    find_checkpoint,
-    is_checkpoint,
-    repository_name,
-    run_of,
-)
+from training.checkpoints.run_folder import RunArguments, RunFolder, begin, find_checkpoint, is_checkpoint, run_of
 from training.checkpoints.status import read_status, record, starts_in_force, write_status
 from training.data.run_data import RunData
 from training.evaluation.sampling import SamplingArguments
@@ -137,7 +129,7 @@ def print_end(run: Run, arguments: RunArguments, step: int, reason: str | None) 
         f"  python -m training.evaluate {path} --compare\n"
         f"  python -m publishing.demo {path}\n"
         f"{chats}"
-        f"  python push_to_hub.py {path} --repo_id YOUR_NAME/{repository_name(folder.path)}"
+        f"  python push_to_hub.py {path} --repo_id YOUR_NAME/{folder.repository_name}"
     )
 
 
