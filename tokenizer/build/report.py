@@ -42,11 +42,7 @@ def documents(metadata: Metadata) -> str:
 
 
 def describe(
-    folder: Path,
-    rust: Tokenizer,
-    splits: dict[str, tuple[int, int, int]],
-    inputs: list[list],
-    **about: Any,
+    folder: Path, rust: Tokenizer, splits: dict[str, tuple[int, int, int]], inputs: list[list], **about: Any
 ) -> None:
     """Write inputs, metadata and `report.md` of a store with its tokens, indexes and tokenizer (see `store.finish`)."""
     write_atomic(folder / "inputs.json", json.dumps(inputs))

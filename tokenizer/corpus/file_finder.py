@@ -67,10 +67,8 @@ class FileFinder:
         for match in matches:
             if not is_one and self._is_excluded(match, root):
                 continue
-            if is_one and not os.path.isdir(match):
-                result.append(TextFile.at(match, is_named=True))
-            elif os.path.isfile(match):
-                result.append(TextFile.at(match))
+            if os.path.isfile(match) or (is_one and not os.path.isdir(match)):
+                result.append(TextFile.at(match, is_named=is_one))
             elif os.path.isdir(match) and "**" not in entry:  # `**` matches folders, and also all files in them
                 result += self._walk(match, match)
         if result:
@@ -116,9 +114,7 @@ class FileFinder:
             splits = ", ".join(sorted(entry.name for entry in entries if entry.is_dir()))
             raise UserError(f"{folder} has no split train; name the folder of a split ({splits or 'none is there'}).")
         for entry in sorted(entries, key=lambda entry: entry.name):
-            if records is not None and entry.name not in records:
-                continue
-            if self._is_excluded(entry.path, root):
+            if (records is not None and entry.name not in records) or self._is_excluded(entry.path, root):
                 continue
             if entry.is_symlink():
                 self.links += 1

@@ -188,8 +188,7 @@ class Corpus:
         for file in self.all_files:
             try:
                 with files.readable(file.path), open(file.path, "rb") as content:
-                    while block := content.read(files.BLOCK_BYTES):
-                        digest.update(block)
+                    hashlib.file_digest(content, lambda: digest)
                     kind = kind_of(file.path) + files.reading_suffix(file.path)
             except files.UnreadableError:
                 if file.is_named:

@@ -207,10 +207,8 @@ def character_tokenizer(texts: Iterable[str]) -> "PreTrainedTokenizerFast":
     """Return a tokenizer with one token per character of `texts`, in code point order, and no other tokens."""
     from transformers import PreTrainedTokenizerFast
 
-    characters = set()
-    for text in texts:
-        characters.update(text)
-    words = Tokenizer(models.WordLevel({character: i for i, character in enumerate(sorted(characters))}))
+    characters = sorted(set(itertools.chain.from_iterable(texts)))
+    words = Tokenizer(models.WordLevel({character: i for i, character in enumerate(characters)}))
     words.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     words.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=words)
