@@ -310,7 +310,8 @@ def test_run_keeps_evaluation_results(finished_copy, capsys, monkeypatch):
     shutil.rmtree(folder)
     with monkeypatch.context() as only_readable:  # such as the run of a colleague
         only_readable.setattr("os.access", lambda path, mode: path != run)
-        assert evaluated(capsys, run, *memorization)["memorization"]
+        evaluate.main(list(map(str, (run, *memorization))))
+    assert f"The results will not be saved: {run} cannot be written.\n" in capsys.readouterr().err
     assert not folder.exists()
     folder.write_text("in the way")
     assert_user_error(r"evaluation\S* cannot be read or written", evaluate.main, [str(run), "--compare"])

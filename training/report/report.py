@@ -21,6 +21,7 @@ from rich.console import Console, RenderResult
 from rich.markdown import Markdown, TableElement
 
 from common.atomic import file_sha256, write_atomic
+from common.command_line import reports_for_all
 from common.errors import NONSENSE, UserError, check_format, counted, disk_errors
 from common.removal import is_marked, mark, refuse_replacing
 from common.terminal import CONTROL, printable
@@ -53,6 +54,7 @@ def environment(*folders: Path) -> Environment:
     jinja.filters["fenced"] = lambda text: fenced(text.translate(CONTROL))  # which an untrained model writes
     jinja.filters |= {"perplexity": perplexity, "quoted": partial(json.dumps, ensure_ascii=False)}  # a Python string
     jinja.filters |= {
+        "millions": lambda number: f"{number / 1e6:{',.1f' if number >= 1e6 else '.2g'}}M",
         "plain": lambda name: MARKDOWN.sub(r"\\\g<0>", " ".join(name.split())),
         "row": lambda cells: f"| {' | '.join(map(str, cells))} |",  # of a table
         "line": lambda text: " ".join(text.split()),  # a paragraph
@@ -139,6 +141,8 @@ def evaluated_run(model: Path, folder: str) -> RunFolder | None:
         if is_checkpoint(model) or RunFolder(model).is_run() or is_part:
             return None
     if not os.access(run.path, os.W_OK):
+        if run.path.is_dir() and reports_for_all():
+            print(f"The results will not be saved: {run.path} cannot be written.", file=sys.stderr, flush=True)
         return None
     with disk_errors(run.evaluation, RESUMES):  # an older version set no mark
         if not is_marked(run.evaluation, "evaluation") and "weights_sha256" not in _read(run.evaluation):
