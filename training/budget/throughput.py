@@ -68,14 +68,14 @@ def measure_speed(
     try:
         return _measured(config, plan, accelerator, store, steps, seconds)
     except Exception as error:
-        if isinstance(error, BackendCompilerFailed) and not is_out_of_memory(error):
+        if is_out_of_memory(error):
+            raise UserError(
+                f"Out of memory with a micro-batch of {counted(plan.batches.micro_batch, 'sequence')} while the speed "
+                "was measured; use a smaller --per_device_train_batch_size, or a smaller model."
+            ) from error
+        if isinstance(error, BackendCompilerFailed):
             raise compiler_error(error, " while the speed was measured", "run the same command again") from error
-        if not is_out_of_memory(error):
-            raise
-        raise UserError(
-            f"Out of memory with a micro-batch of {counted(plan.batches.micro_batch, 'sequence')} while the speed was "
-            "measured; use a smaller --per_device_train_batch_size, or a smaller model."
-        ) from error
+        raise
     finally:
         accelerator.free_memory()  # it would keep the measured model
 
