@@ -40,6 +40,7 @@ SIGNATURE = (
 )
 NEW_SPACE = {".gitattributes", "README.md", "index.html", "style.css"}  # files of the Hub's own first commit
 PUBLISHED_KINDS = {"gpt2scratch", "gpt2", "apertus"}  # values of model_type
+COMMIT_MESSAGE = "Upload with GPT2Scratch"
 OWN_TAGS = {*PUBLISHED_KINDS, "from-scratch", "fine-tuned"}
 LOADED_SUBFOLDERS = ("additional_chat_templates/", "native/")
 FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\s*?(?:\n|\Z)", re.DOTALL)
@@ -91,8 +92,11 @@ def check_access(repository: Repository) -> None:
         if repository.type == "space" and "models.json" not in names and not _is_new(repo_id, names):
             raise UserError(f"{repo_id} is a Space of other files, which would be replaced; use another name.")
         kind = (getattr(info, "config", None) or {}).get("model_type", "gpt2scratch")
-        if kind not in PUBLISHED_KINDS:
-            raise UserError(f"{repo_id} holds a model of type {kind}, which would be replaced; use another name.")
+        if kind != "gpt2scratch" and not _is_native(repo_id, kind):
+            raise UserError(
+                f"{repo_id} holds a model of type {kind}, which would be replaced; use another name, or delete its "
+                "config.json there."
+            )
         if repository.type == "model" and ADAPTER in names:
             raise UserError(
                 f"{repo_id} holds an adapter ({ADAPTER}), with which the model would not load; delete it there, or use "
@@ -109,6 +113,13 @@ def _is_new(space: str, names: set[str]) -> bool:
     """Return whether a Space with files of these `names` has only those that the Hub wrote."""
     has_page = "index.html" in names  # the Hub's example, or the user's
     return names <= NEW_SPACE and not (has_page and len(HfApi().list_repo_commits(space, repo_type="space")) > 1)
+
+
+def _is_native(repo_id: str, kind: str) -> bool:
+    """Return whether a model of another type is a native twin: this program made a commit of the repository."""
+    return kind in PUBLISHED_KINDS and any(
+        commit.title == COMMIT_MESSAGE for commit in HfApi().list_repo_commits(repo_id)
+    )
 
 
 def check_models(names: list[str]) -> None:
@@ -206,7 +217,7 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
                 )
         operations = [CommitOperationAdd(name, path) for name, path in paths.items()]
         operations += [CommitOperationDelete(name) for name in stale]
-        commit = hub.create_commit(operations=operations, commit_message="Upload with GPT2Scratch", **on_branch)
+        commit = hub.create_commit(operations=operations, commit_message=COMMIT_MESSAGE, **on_branch)
         if stale:
             print(f"Deleted from {repo_id}, because {folder} lacks them: {', '.join(stale)}.")
         return commit

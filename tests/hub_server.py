@@ -48,10 +48,11 @@ class Repository:
     private: bool
     commits: dict[str, dict[str, File]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
+    titles: dict[str, str] = field(default_factory=dict)
 
-    def commit(self, branch: str, files: dict[str, File]) -> str:
+    def commit(self, branch: str, files: dict[str, File], title: str = "") -> str:
         sha = hashlib.sha1(f"{len(self.commits)} {branch}".encode()).hexdigest()
-        self.commits[sha] = files
+        self.commits[sha], self.titles[sha] = files, title
         self.branches[branch] = sha
         return sha
 
@@ -210,8 +211,9 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, answer)
 
     def history(self, body: bytes, kind: str, name: str, revision: str) -> None:
-        facts = {"title": "", "message": "", "date": "2026-01-01T00:00:00.000Z", "authors": []}
-        self.answer(200, [{"id": sha} | facts for sha in self.hub.repositories[f"{kind}/{name}"].commits])
+        facts = {"message": "", "date": "2026-01-01T00:00:00.000Z", "authors": []}
+        titles = self.hub.repositories[f"{kind}/{name}"].titles
+        self.answer(200, [{"id": sha, "title": title} | facts for sha, title in titles.items()])
 
     def tree(self, body: bytes, kind: str, name: str, revision: str, folder: str | None = None) -> None:
         _, files = self.at(kind, name, revision)
@@ -271,17 +273,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def commit(self, body: bytes, kind: str, name: str, revision: str) -> None:
         repository = self.repository(kind, name)
-        files = dict(repository.commits[repository.branches[revision]])
+        files, title = dict(repository.commits[repository.branches[revision]]), ""
         for line in body.splitlines():
             item = json.loads(line)
             value = item["value"]
-            if item["key"] == "file":
+            if item["key"] == "header":
+                title = value["summary"]
+            elif item["key"] == "file":
                 files[value["path"]] = File(base64.b64decode(value["content"]), False)
             elif item["key"] == "lfsFile":
                 files[value["path"]] = File(self.hub.large[value["oid"]], True)
             elif item["key"] == "deletedFile":
                 del files[value["path"]]
-        sha = repository.commit(revision, files)
+        sha = repository.commit(revision, files, title)
         self.answer(200, {"commitUrl": f"{self.base}/{PREFIX[kind]}{name}/commit/{sha}", "commitOid": sha})
 
     def resolve(self, body: bytes, name: str, revision: str, path: str, prefix: str | None = None) -> None:

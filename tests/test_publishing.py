@@ -651,15 +651,19 @@ def switched_off(hub, patch):
     huggingface_hub.close_session()
 
 
-def with_a_llama(hub, patch):
-    HfApi().create_repo("me/tiny", private=True)
-    hub["me/tiny"].commit("main", {"config.json": File(b'{"model_type": "llama"}', False)})
+def with_a_model(kind: str):
+    def create(hub, patch):
+        HfApi().create_repo("me/tiny", private=True)
+        hub["me/tiny"].commit("main", {"config.json": File(b'{"model_type": "%s"}' % kind.encode(), False)})
+
+    return create
 
 
 @pytest.mark.parametrize(
     ("trouble", "target"),
     [
-        (with_a_llama, "me/tiny holds a model of type llama, which would be replaced; use another name"),
+        (with_a_model("llama"), "me/tiny holds a model of type llama, which would be replaced; use another name"),
+        (with_a_model("gpt2"), "me/tiny holds a model of type gpt2, which would be replaced; use another name"),
         (with_an_adapter, "me/tiny holds an adapter (adapter_config.json), with which the model would not load"),
         (lambda hub, patch: patch.delenv("HF_TOKEN"), "You are not logged in to the Hub, or the token contains"),
         (with_token("hf_" + "w" * 34), f"{DENIED} the Hub refused: Invalid user token. The token from HF_TOKEN"),
@@ -719,7 +723,13 @@ def test_what_the_owner_set_on_the_hub_is_kept_and_the_prompt_is_that_of_the_wid
     assert '("the and", ' in card.text
 
 
-def test_a_folder_without_a_run_is_published_with_its_own_card(run, tmp_path, hub, checks):
+def test_a_native_twin_replaces_only_one_of_this_program(run, hub, checks):
+    push(run, "--format", "native")
+    push(run, "--format", "native", "--license", "mit")
+    assert ModelCard(hub["me/tiny"].files()["README.md"].decode()).data.license == "mit"
+
+
+def test_a_folder_without_a_run_is_published_with_its_own_card(run, tmp_path, hub, checks, capsys):
     folder = as_a_folder(run, tmp_path / "merged")
     card = "---\nlibrary_name: peft\n---\n# merged\n\nTaught to chat.\n\n## How\n\nWith LoRA.\n"
     (folder / "README.md").write_text(card)
