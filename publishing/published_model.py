@@ -111,6 +111,10 @@ class PublishedModel:
             dropped |= {"base_model", "base_model_relation"} if self.training.config.run.init_from is None else set()
         tags = [*self.metadata.get("tags", []), *earlier.get("tags", [])]
         metadata = {name: value for name, value in earlier.items() if name not in dropped}
+        names = sorted({"base_model", "datasets"} & metadata.keys() - self.metadata.keys())
+        if names and self.training is None:
+            kept = ", ".join(f"{name} {metadata[name]}" for name in names)
+            print(f"Kept from the card on the Hub: {kept}; if that is wrong, delete it there and push again.")
         return replace(self, metadata=metadata | self.metadata | {"tags": list(dict.fromkeys(tags))})
 
 

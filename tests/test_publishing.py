@@ -742,3 +742,9 @@ def test_a_folder_without_a_run_is_published_with_its_own_card(run, tmp_path, hu
     assert (tmp_path / "merged-hub" / WEIGHTS).is_file()
     assert INDEX not in hub["me/tiny"].files()
     assert_refused(folder, "a model without a run, so it has no checkpoints for --revisions", "--revisions")
+    (folder / "README.md").write_text("---\nbase_model: me/old\n---\n# merged\n")
+    push(folder)
+    (folder / "README.md").write_text("# merged\n")
+    push(folder)
+    assert "Kept from the card on the Hub: base_model me/old; if that is wrong, delete it" in capsys.readouterr().out
+    assert ModelCard(hub["me/tiny"].files()["README.md"].decode()).data.base_model == "me/old"
