@@ -103,7 +103,7 @@ def _examples(release: PublishedModel) -> dict[str, Any]:
     """Return a prompt that leaves room for its continuation, and a text that fits the context, both for the
     tokenizer."""
     training, tokenizer, context = release.training, release.tokenizer, release.model.config.n_positions
-    text = ["The quick brown fox jumps over the lazy dog.", *(training.samples if training is not None else [])][-1]
+    text = ["The quick brown fox jumps over the lazy dog.", *_samples(release)][-1]
     prompts = [prompt for prompt in (training.config.sampling.sample_prompts if training is not None else []) if prompt]
     prompts = [*_widget(release), *prompts]
     if is_chat := tokenizer.chat_template is not None:
@@ -114,6 +114,13 @@ def _examples(release: PublishedModel) -> dict[str, Any]:
     text, new_tokens = _cut(text, min(80, context)), min(30, context // 2)
     prompt = _cut((prompts or [text[: max(1, len(text) // 2)]])[0], context - new_tokens)
     return {"prompt": prompt, "text": text, "is_chat": is_chat, "new_tokens": new_tokens}
+
+
+def _samples(release: PublishedModel) -> list[str]:
+    """Return the samples of the run. A page that a person wrote may leave some out, as they can show private text."""
+    samples = release.training.samples if release.training is not None else []
+    page = "\n".join(release.sections.values())
+    return [text for text in samples if release.facts is not None or text.strip()[:20] in page]
 
 
 def _widget(release: PublishedModel) -> list[str]:

@@ -418,6 +418,10 @@ def test_the_card_is_built_from_an_edited_report_or_a_report_of_an_older_version
     edited_page = report.read_text()
     evaluate.main([str(a_copy), "--compare"])
     assert report.read_text() == edited_page
+    samples = PublishedModel.read(find_folder(a_copy, None)).training.samples
+    report.write_text(page[: page.index("## Results")])
+    assert not any(text[:8] in card_of(a_copy) for text in samples)
+    report.write_text(edited_page)
     assert {"Evaluation", "Notes"} < sections_of(card_of(a_copy)).keys()
     report.write_text(page)
     facts = schema.read(a_copy / "report.json")
@@ -741,10 +745,10 @@ def test_a_folder_without_a_run_is_published_with_its_own_card(run, tmp_path, hu
     assert "## How\n\nWith LoRA." in card.text
     assert (tmp_path / "merged-hub" / WEIGHTS).is_file()
     assert INDEX not in hub["me/tiny"].files()
-    assert_refused(folder, "a model without a run, so it has no checkpoints for --revisions", "--revisions")
     (folder / "README.md").write_text("---\nbase_model: me/old\n---\n# merged\n")
     push(folder)
     (folder / "README.md").write_text("# merged\n")
     push(folder)
     assert "Kept from the card on the Hub: base_model me/old; if that is wrong, delete it" in capsys.readouterr().out
     assert ModelCard(hub["me/tiny"].files()["README.md"].decode()).data.base_model == "me/old"
+    assert_refused(folder, "a model without a run, so it has no checkpoints for --revisions", "--revisions")

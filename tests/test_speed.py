@@ -124,7 +124,7 @@ def test_report_summarizes_the_log_lines(store, tmp_path):
     write_samples(folder.samples, 0, [("Äther", " und Zeit")])
     begin_report(folder, GPT2ScratchConfig(), 134_601_216, store.metadata)
     for data, text in (
-        *(("data/mine", "data/mine"), ("/home/me/mine", "path/to/mine")),
+        *(("data/mine", "data/mine"), ("/home/me/mine", "path/to/mine"), ("../../me/mine", "path/to/mine")),
         (Path.cwd() / "data" / "my texts", "'data/my texts'"),
     ):
         folder.config.write_text(f"data: {data}\n")

@@ -203,8 +203,10 @@ def _noticed(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _as_typed(value: str) -> str:
-    """Return the value of a setting. An absolute path outside of the current folder is private, so shortened."""
+    """Return the value of a setting. A path out of the current folder is private, so shortened."""
     path = PurePath(os.path.expanduser(value))
+    if ".." in path.parts:
+        path = PurePath(os.path.abspath(path))
     if not path.is_absolute():
         return value
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else PurePath("path/to", path.name))
