@@ -95,10 +95,13 @@ def test_glob_finds_every_file_once_in_a_fixed_order(tmp_path):
     names = ["a.txt", "b.txt", "deep/er/c.txt", "deep/no.md", "en/d.txt"]
     for name in (*reversed(names), "deep/.hidden"):
         write(tmp_path / name, name)
+    for link in ("deep/loop", "en/loop"):  # the paths through both never end
+        (tmp_path / link).symlink_to(tmp_path)
     assert documents(tmp_path / "*.txt") == names[:2]
     assert documents(tmp_path / "**/*.txt") == [*names[:3], names[4]]
     assert documents(tmp_path / "**") == names
     assert documents(tmp_path / "*e*") == names[2:]  # matches folders
+    assert documents(tmp_path / "en/loop/e*/*.txt") == [names[4]]  # through a link
 
 
 @pytest.mark.parametrize("name", ["my notes", "Über 雪 👩‍👩‍👧", "50% #2?", "draft [1]", "a::b"])

@@ -61,7 +61,7 @@ class FileFinder:
             return [TextFile.at(path, val=val) for path, val in paths.items()]
         path = str(Path(os.path.expanduser(entry)))
         is_one = os.path.lexists(path)
-        matches = [path] if is_one else sorted(glob.glob(path, recursive=True), key=lambda match: Path(match).parts)
+        matches = [path] if is_one else sorted(_globbed(path), key=lambda match: Path(match).parts)
         root = os.path.dirname(re.split(r"[*?[]", path)[0])
         result = []
         for match in matches:
@@ -122,6 +122,20 @@ class FileFinder:
                 yield from self._walk(entry.path, root, val or (records is not None and entry.name == "validation"))
             elif entry.is_file():
                 yield TextFile.at(entry.path, val=val)
+
+
+def _globbed(pattern: str) -> set[str]:
+    """Return the matches of a glob. `**` follows no links to folders: the paths of two loops would never end."""
+    parts = PurePath(pattern).parts
+    if "**" not in parts:
+        return {*glob.glob(pattern)}
+    place, matches = parts.index("**"), set()
+    rest = parts[place + 1 :] or ("*",)
+    for root in glob.glob(str(PurePath(*parts[:place]))):
+        for folder, subfolders, _ in os.walk(root):
+            subfolders[:] = (name for name in subfolders if not name.startswith("."))
+            matches |= _globbed(str(PurePath(glob.escape(folder), *rest)))
+    return matches
 
 
 def _saved_by_datasets(folder: str, names: set[str]) -> set[str] | None:
