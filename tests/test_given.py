@@ -77,8 +77,12 @@ def test_own_filters_splits_paths_and_lists_are_used(tmp_path):
     odd = iterable(ROWS).filter(lambda row: row["id"] % 2).map(lambda row: {"text": row["text"].upper()})
     store = pretokenize(odd, tmp_path / "odd", **SETTINGS)
     assert store.metadata.counts["documents"] == 200
-    features = Features({"picture": Image(), "id": Value("int32"), "text": Value("string")})  # which cannot be decoded
-    pictures = Dataset.from_list([{"picture": {"bytes": b"", "path": None}, **row} for row in ROWS[:9]], features)
+    # Pictures which cannot be decoded.
+    media = {"picture": Image(), "pictures": List(Image()), "parts": {"picture": Image()}}
+    features = Features({**media, "id": Value("int32"), "text": Value("string")})
+    picture = {"bytes": b"", "path": None}
+    values = {"picture": picture, "pictures": [picture], "parts": {"picture": picture}}
+    pictures = Dataset.from_list([values | row for row in ROWS[:9]], features)
     for data in (pictures, pictures.to_iterable_dataset()):
         assert pretokenize(data, tmp_path / type(data).__name__, **SETTINGS).metadata.counts["documents"] == 9
     contents_of = ([{"type": "text", "text": text, "image": None}] for text in TEXTS)
