@@ -270,6 +270,9 @@ def test_text_column_precedes_content_and_other_columns(tmp_path):
     assert documents(write_records(tmp_path / "c.jsonl", rows)) == ["one", "two"]
     rows = [{"id": "a1", "conversation": [{"role": "user", "content": "Hello"}]}, {"id": "b2", "conversation": []}]
     assert "no obvious text column" in refusal(write_records(tmp_path / "c.jsonl", rows))
+    answer = [{"role": "assistant", "content": "It is 0."}]
+    rows = [{"prompt": "What is 0? Please answer at length.", "chosen": answer, "rejected": answer}]
+    assert "no obvious text column" in refusal(write_records(tmp_path / "c.jsonl", rows))
     lines = ["broken", '{"id": 1}', *[json.dumps({"id": 1, "text": str(i)}) for i in range(300)]]
     assert documents(write(tmp_path / "a.jsonl", "\n".join(lines))) == [str(i) for i in range(300)]
 

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, TextIO
 
 from tokenizer.corpus import files, hub
 from tokenizer.corpus.byte_range import ByteRange, bounds
+from tokenizer.corpus.chat import normalized
 from tokenizer.corpus.files import LONGEST_RECORD
 
 BATCH_BYTES = 4 << 20  # bytes read from a parquet file at a time
@@ -209,11 +210,13 @@ def text_column(records: list[dict[str, Any]], name: str | None) -> str | None:
     chats = {column for column, value in values if isinstance(value, list)}
     if named := [*(text for text in TEXT_COLUMNS if text in names), *(chat for chat in CHAT_COLUMNS if chat in chats)]:
         return named[0]
+    nested = [value for _, value in values if isinstance(value, (list, dict))]  # may hold the text, next to a title
+    if any(map(normalized, nested)):  # a chat in another column, such as `chosen`, next to its prompt
+        return None
     strings = [(column, value) for column, value in values if isinstance(value, str) and value.strip()]
     balance = Counter(column for column, _ in strings)  # values that are not numbers, minus those that are
     balance.subtract(2 * [column for column, value in strings if NUMBER.fullmatch(value.strip())])
     columns = [column for column in balance if balance[column] > 0]
-    nested = [value for _, value in values if isinstance(value, (list, dict))]  # may hold the text, next to a title
     is_longest = _longest(nested) <= _longest(value for column, value in strings if column in columns)
     return columns[0] if len(columns) == 1 and is_longest else None
 
