@@ -69,6 +69,8 @@ class ImportedSplit:
         if size == 0 or size % itemsize:
             raise UserError(f"{path} has {size:,} bytes, which are not ids of {itemsize} bytes each; check --dtype.")
         self.path, self.ids = path, np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r")  # (n,)
+        if self.ids[:3].tobytes().startswith(b"\x93NUMPY"):
+            raise UserError(f"{path} begins with a header of NumPy; write its ids with `numpy.load(...).tofile(...)`.")
         if itemsize < 8 and len(self.ids) > 2 and not self.ids[1:SCANNED_IDS:2].any():
             raise UserError(
                 f"Every second id of {path} is 0, as in a file of a larger type than {dtype}; check --dtype."
