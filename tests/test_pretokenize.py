@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from filelock import FileLock
 from test_merge import documents
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from conftest import error_of, prose
@@ -131,7 +131,20 @@ def test_changed_tokenizer_requires_another_output(tmp_path, text):
     assert "text or settings (tokenizer_json was '" in refused(*command)
 
 
-def test_lossy_tokenizer_is_refused(tmp_path, text):
+def test_tokenizer_that_joins_wide_characters_is_accepted(tmp_path):
+    (tmp_path / "zh.txt").write_text("今天\uff0c好\uff01" * 999)  # a wide comma and exclamation mark
+    letters = [("<unk>", -9.0), ("</s>", -9.0), *((letter, -1.0) for letter in "今天好,!")]
+    rust = Tokenizer(models.Unigram(letters, unk_id=0))
+    rust.normalizer = normalizers.NFKC()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust, unk_token="<unk>", eos_token="</s>")
+    tokenizer.save_pretrained(tmp_path / "wide")
+    output = tmp_path / "store"
+    pretokenize("--input", tmp_path / "zh.txt", "--output", output, "--tokenizer", tmp_path / "wide")
+    assert TokenStore(output).metadata.train.tokens + TokenStore(output).metadata.val.tokens == 5 * 999 + 1
+
+
+def test_lossy_tokenizer_is_refused(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(units, "UNIT_BYTES", 1000)
     lossy = Tokenizer(models.BPE())  # without an alphabet of all bytes and an unknown token, unseen text is dropped
     lossy.pre_tokenizer, lossy.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     lossy.train_from_iterator(["only these letters\n"], trainers.BpeTrainer(vocab_size=100, show_progress=False))

@@ -136,11 +136,18 @@ class UnitProcessor:
         rust = encode.load_rust(folder / "store" / "tokenizer" / "tokenizer.json")
         self.encoder = encode.encoder(rust, np.dtype(self.settings.dtype).newbyteorder("<"))
         self.lengths = encode.text_lengths(rust)
-        self.token_to_id = rust.token_to_id
+        self.token_to_id, self.normalizer = rust.token_to_id, rust.normalizer
         self.min_hasher = MinHasher() if self.settings.dedup == "near" else None
         self.eos = encode.NO_TOKEN if self.settings.eos is None else self.settings.eos
         ranges = (part for unit in self.units for part in unit.ranges)
         self.heads = {part.path: part for part in ranges if part.start == 0 and part.stop is not None}
+
+    def normalized_size(self, texts: list[bytes]) -> int:
+        """Return the bytes of texts as the tokenizer normalizes them, such as `,` for a wide comma of three bytes."""
+        if self.normalizer is None:
+            return sum(map(len, texts))
+        normalized = (self.normalizer.normalize_str(text.decode()) for text in texts)
+        return sum(len(text.replace("▁", " ").encode()) for text in normalized)
 
     def process(self, number: int, limit: Limit = NO_LIMIT) -> Part:
         """Process a unit, up to the limit. Raise a `UserError` for unreadable or unknown text, or a full disk."""
@@ -240,7 +247,8 @@ class PartWriter:
         for name, column in zip(rows.dtype.names, (counts, list(map(len, texts)), *columns), strict=True):
             rows[name] = column
         if self.processor.lengths is not None:
-            self.lost_bytes += max(0, self.batch_bytes - int(self.processor.lengths[ids].sum()))
+            size = min(self.batch_bytes, self.processor.normalized_size(texts))
+            self.lost_bytes += max(0, size - int(self.processor.lengths[ids].sum()))
         for split, file in self.files.items():
             mask = rows["val"] == (split == "val")
             chosen_ids = ids if mask.all() else ids[np.repeat(mask, counts)]
