@@ -1,6 +1,7 @@
 """Command `python -m tokenizer.pretokenize`: output, safe repetition, and error messages."""
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tokenizer.build.recipe import Recipe
 from tokenizer.build.store_builder import StoreBuilder
 from tokenizer.build.store_builder import pretokenize as make
 from tokenizer.build.worker import Workers
+from tokenizer.corpus import units
 from tokenizer.corpus.byte_range import last_cut
 from tokenizer.corpus.units import Corpus
 from tokenizer.encoding import vocabulary
@@ -150,7 +152,10 @@ def test_lossy_tokenizer_is_refused(tmp_path, text, monkeypatch):
     lossy.train_from_iterator(["only these letters\n"], trainers.BpeTrainer(vocab_size=100, show_progress=False))
     PreTrainedTokenizerFast(tokenizer_object=lossy).save_pretrained(tmp_path / "lossy")
     arguments = ("--input", text, "--output", tmp_path / "store", "--tokenizer", tmp_path / "lossy")
-    assert f"{tmp_path / 'lossy'} cannot encode this text: " in refused(*arguments)
+    error = refused(*arguments)
+    assert f"{tmp_path / 'lossy'} cannot encode this text: " in error
+    lost, size = re.search(r"([\d,]+) of ([\d,]+) bytes would be lost", error).groups()
+    assert int(lost.replace(",", "")) < int(size.replace(",", "")) / 2  # refused after the first of several units
 
 
 def test_missing_and_unknown_flags_are_named():

@@ -338,9 +338,10 @@ class StoreBuilder:
         """Process the units that are not done yet, each up to the limit. Return the parts of all `units` in order."""
         parts = {part.unit: part for part in done_parts(self.work, units)}
         remainder = [unit for unit in units if unit not in parts]
-        counts = Counts().add(self.plan.skipped)
+        counts, lost_bytes = Counts().add(self.plan.skipped), 0
         for part in parts.values():
             counts.add(part.counts)
+            lost_bytes += part.lost_bytes
         start = said = time.monotonic()
         start_bytes, total = counts.bytes, len(remainder)
         self.workers.start(total)
@@ -348,7 +349,9 @@ class StoreBuilder:
         for number, part in enumerate(track(done, "Encoding", self.say is show and total > 1, total), start=1):
             parts[part.unit] = part
             counts.add(part.counts)
+            lost_bytes += part.lost_bytes
             self.corpus.check(counts, is_all=False)
+            self._refuse_lost(lost_bytes, max(counts.bytes, self.corpus.most_bytes))
             if (moment := time.monotonic()) - said > SECONDS_BETWEEN_LINES:
                 said, seconds, megabytes = moment, moment - start, (counts.bytes - start_bytes) / 1e6
                 self.say(
@@ -377,11 +380,7 @@ class StoreBuilder:
         self.workers.close()  # merging may need their memory
         self.corpus.refuse_changes(f"Delete {self.work}, and run the command")
         self.corpus.check(counts)
-        if lost_bytes > TOLERATED_SHARE * counts.bytes:
-            raise TextError(
-                f"{self.recipe.vocabulary.tokenizer} cannot encode this text: {lost_bytes:,} of {counts.bytes:,} bytes "
-                f"would be lost; use another tokenizer."
-            )
+        self._refuse_lost(lost_bytes, counts.bytes)
         merger = Merger(self.work, self.store, self.plan.settings, self.plan.units[: len(parts)], texts)
         if merger.documents == 0:
             rules = (f"{rule} {outcome.documents:,}" for rule, outcome in outcomes.items() if outcome.dropped)
@@ -400,6 +399,14 @@ class StoreBuilder:
         store = TokenStore(self.folder)
         self.say(report.summary(store, self.is_cache))
         return store
+
+    def _refuse_lost(self, lost_bytes: int, size: float) -> None:
+        """Raise a `TextError` if the tokenizer loses too much of `size` bytes of text."""
+        if lost_bytes > TOLERATED_SHARE * size:
+            raise TextError(
+                f"{self.recipe.vocabulary.tokenizer} cannot encode this text: {lost_bytes:,} of {size:,} bytes would "
+                f"be lost; use another tokenizer."
+            )
 
     def _validation_splits(self) -> list[str]:
         """Return the names of the splits, folders or packages that the validation text comes from."""
