@@ -146,6 +146,15 @@ def test_small_new_models_of_the_modern_family_have_second_targets_and_a_circuit
     assert choice(store, continued, 1e8).config.optim.second_target_weight is None
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_budget_for_a_pretrained_model_has_the_same_rate_from_flags_and_files(store, finished, tmp_path, optimizer):
+    settings = {"init_from": str(finished), "budget": "1e11flops", "optimizer": optimizer}
+    (tmp_path / "a.yaml").write_text("".join(f"{name}: {value}\n" for name, value in settings.items()))
+    of_flags = choice(store, " ".join(flags(**settings)), 1e8).config.optim
+    assert (of_flags.learning_rate, of_flags.min_learning_rate) == (1e-4, 0.0)
+    assert choice(store, f"--config {tmp_path / 'a.yaml'}", 1e8).config.optim == of_flags
+
+
 @pytest.mark.parametrize(
     ("arguments", "size"),
     [

@@ -238,8 +238,7 @@ def _given(flags: dict[str, Any], file: dict[str, Any]) -> TrainConfig:
     if LENGTHS & flags.keys() or ("budget" in flags and file.get("budget")):  # the file's length is for its own budget
         file = {name: value for name, value in file.items() if name not in LENGTHS}
     if "init_from" in flags and "budget" in flags and "config" not in flags:  # which chooses the rest
-        file = {name: value for name, value in file.items() if name not in CHOICES - {"learning_rate"}}
-        file["min_learning_rate"] = 0.0
+        file = {name: value for name, value in file.items() if name not in CHOICES}
     values = file | flags
     if values.get("data") is None:
         raise UserError("No training data is named: set --data to a text file, a folder or a token store.")

@@ -104,6 +104,9 @@ def best_vocabulary(parameters: float, width: int) -> int:
     return max(SMALLEST_VOCABULARY, 2 ** round(math.log2(size)))
 
 
+CONTINUATION_RATE = 1e-4  # peak rate for a pretrained model, as in presets/continued.yaml
+
+
 def adam_rate(width: int) -> float:
     """Return AdamW's peak rate for all parameters: 1.8e-3 sqrt(768 / width). The rate for width 768 is that of
     modded-nanogpt's record track_1_short/2024-06-06_AdamW; the factor is nanochat's."""

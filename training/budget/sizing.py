@@ -390,6 +390,8 @@ class Sizer:
         decay = scaling.weight_decay(optim.optimizer, optim.learning_rate, batch, steps * batch)
         rates = vars(optim) | {"weight_decay": decay}
         rates = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in rates.items()}
+        if self.config.run.init_from:
+            settings |= {"learning_rate": scaling.CONTINUATION_RATE, "min_learning_rate": 0.0}
         return vars(model) | settings | rates | self.given
 
     def _length(self, batch: int) -> float | None:
