@@ -25,7 +25,7 @@ from common.command_line import FlagParser, run
 from common.errors import UserError
 from common.settings_file import read_yaml
 from common.terminal import printable
-from conftest import REPOSITORY, error_of, flags
+from conftest import REPOSITORY, assert_user_error, error_of, flags
 from training.config import PARTS, read_config
 from training.plan.plan import LengthArguments
 
@@ -93,6 +93,15 @@ def test_all_forms_of_a_flag_are_accepted(arguments, outcome):
 def test_a_flag_for_the_run_length_replaces_all_lengths_of_the_file(yaml, length):
     path = yaml("data: x\nmax_steps: 9\nnum_train_epochs: 9\nmax_train_tokens: 9\n")
     assert read_config(["--config", path, *flags(**length)]).length == LengthArguments(**length)
+
+
+def test_a_resumed_run_has_only_its_own_file(yaml, finished):
+    sentence = f"{finished} has its own config.yaml; leave out --config and override settings with flags"
+    for content, more in (
+        ("data: x", flags(resume_from_checkpoint=finished)),
+        (f"resume_from_checkpoint: {finished}", []),
+    ):
+        assert_user_error(sentence, read_config, ["--config", yaml(content), *more])
 
 
 def test_the_source_of_each_value_is_recorded(yaml):

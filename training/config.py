@@ -229,8 +229,8 @@ def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lam
 
 def _given(flags: dict[str, Any], file: dict[str, Any]) -> TrainConfig:
     """Return the configuration with the values of flags and file, which replace the defaults."""
-    if flags.keys() >= FILES:
-        run = run_of(Path(flags["resume_from_checkpoint"]))
+    if "config" in flags and (source := (file | flags).get("resume_from_checkpoint")) is not None:
+        run = run_of(Path(source))
         raise UserError(f"{run} has its own {CONFIG_FILE}; leave out --config and override settings with flags.")
     if "resume_from_checkpoint" in flags and (names := sorted(COMMAND_SETTINGS & file.keys())):
         path = run_of(Path(flags["resume_from_checkpoint"])) / CONFIG_FILE
