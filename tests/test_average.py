@@ -30,7 +30,7 @@ def test_the_saved_model_is_the_average_and_a_run_of_muon_resumes_to_the_bit(tra
     extra = MODERN_RUN | {"optimizer": "muon", "tie_word_embeddings": False, "second_target_weight": 0.3}
     extra |= {"induction_init": True}
     plain = train(tmp_path / "plain", **extra)
-    run = train(tmp_path / "run", weight_average=4, **extra)
+    run = train(tmp_path / "run", weight_average=5, **extra)
     weights, _ = tensors(plain / "checkpoints/step_00000006")
     averages, state = tensors(run / "checkpoints/step_00000006")
     assert all(torch.equal(state[f"{name}/{WEIGHT}"], weight) for name, weight in weights.items())
@@ -40,10 +40,11 @@ def test_the_saved_model_is_the_average_and_a_run_of_muon_resumes_to_the_bit(tra
     assert last["eval_loss"] != of_plain["eval_loss"]
     assert load_file(run / "model/model.safetensors").keys() == averages.keys()
     middle = run / "checkpoints/step_00000003"
-    resumed = train(tmp_path / "resumed", resume_from_checkpoint=middle, weight_average=4, **extra)
+    resumed = train(tmp_path / "resumed", resume_from_checkpoint=middle, weight_average=5, **extra)
     for actual, expectation in zip(tensors(resumed / "checkpoints/step_00000006"), (averages, state), strict=True):
         assert_equal(actual, expectation)
-    sentence = "weight_average changed from 4 to 3, so its moments do not fit; start a new run"
+    train(tmp_path / "shorter", resume_from_checkpoint=middle, weight_average=5, **extra | {"max_steps": 4})
+    sentence = "weight_average changed from 5 to 3, so its moments do not fit; start a new run"
     settings = extra | {"resume_from_checkpoint": middle, "weight_average": 3}
     assert_user_error(sentence, train, tmp_path / "other", **settings)
 

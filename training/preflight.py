@@ -257,7 +257,7 @@ def make_plan(
         problems.sentences += cuda_graph_problems(setup, batches)
     problems.refuse()
     steps = steps_of(config.length, batches, order.windows, position)
-    if horizon is not None and horizon > steps:
+    if horizon is not None and horizon > steps and not position.step:  # a resumed run cannot change it
         raise UserError(f"weight_average is {horizon:,}, more than the {counted(steps, 'step')} of the run; use fewer.")
     plan = Plan(model, batches, order, steps, placement, memory, available, position)
     # One process decides, because their numbers of threads may differ.
