@@ -256,11 +256,18 @@ def test_a_short_run_on_a_cpu_is_not_compiled_by_default(store, tmp_path, capsys
 
 
 @pytest.mark.parametrize(
-    ("strategy", "every", "times"), [("steps", 3, 4), ("steps", 5, 2), ("steps", 100, 1), ("epoch", 1, 3), ("no", 1, 1)]
+    ("strategy", "every", "sequences", "times"),
+    [
+        *(("steps", 3, 2, 4), ("steps", 5, 2, 2), ("steps", 100, 2, 1)),
+        ("epoch", 1, 2, 3),
+        ("epoch", 1, 5, 6),
+        ("no", 1, 2, 1),
+    ],
 )
-def test_times_due_matches_the_run(strategy, every, times):
-    """10 steps of 2 sequences over 8 windows are two and a half epochs."""
-    batches, order = BatchPlan(16, 2, 1, 1), WindowOrder(16 * 9 + 1, 16, seed=0)
+def test_times_due_matches_the_run(strategy, every, sequences, times):
+    """10 steps of 2 sequences over 8 windows are two and a half epochs, and of 5 six and a quarter, of which the last
+    step ends the sixth."""
+    batches, order = BatchPlan(16, sequences, 1, 1), WindowOrder(16 * 9 + 1, 16, seed=0)
     plan = Plan(None, batches, order, 10, None, None, 0, DataPosition())
     assert order.windows == 8
     assert sum(plan.is_due(strategy, every, step) for step in range(1, 11)) == times

@@ -156,8 +156,8 @@ def show_plan(config: TrainConfig) -> None:
 
 def times_due(plan: Plan, strategy: str, interval: int) -> int:
     """Return how often an action with this `strategy` is due in a run. It is always due at the end."""
-    times = {"steps": plan.max_steps / interval, "epoch": plan.epoch(plan.max_steps), "no": 1}[strategy]
-    return max(1, math.ceil(times))
+    epochs = min(plan.max_steps, int(plan.epoch(plan.max_steps - 1)) + 1)  # the last step usually ends an epoch
+    return {"steps": math.ceil(plan.max_steps / interval), "epoch": epochs, "no": 1}[strategy]
 
 
 def describe_forecast(
