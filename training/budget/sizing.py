@@ -390,14 +390,14 @@ class Sizer:
         if (self.architecture | self.given).get("optimizer", "adamw") == "adamw":
             settings |= {"learning_rate": scaling.adam_rate(model.n_embd), "min_learning_rate": 0.0}
             settings |= {"warmup_steps": round(0.05 * steps)}
+        if self.config.run.init_from:
+            settings |= {"learning_rate": scaling.CONTINUATION_RATE, "min_learning_rate": 0.0}
         settings |= self.given
         is_pretrained = self.config.pretrained_source is not None
         optim = with_defaults(fill([OptimArguments], settings)[0], {*settings}, batch, model, is_pretrained)
         decay = scaling.weight_decay(optim.optimizer, optim.learning_rate, batch, steps * batch)
         rates = vars(optim) | {"weight_decay": decay}
         rates = {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in rates.items()}
-        if self.config.run.init_from:
-            settings |= {"learning_rate": scaling.CONTINUATION_RATE, "min_learning_rate": 0.0}
         return vars(model) | settings | rates | self.given
 
     def _length(self, batch: int) -> float | None:
