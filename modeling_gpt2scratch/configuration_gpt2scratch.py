@@ -1,10 +1,16 @@
 """Configuration of a GPT2Scratch model: all fields that determine what the network computes."""
 
 import math
+from typing import TYPE_CHECKING
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
+
+# Transformers keeps the code of a local folder under a hash of this file and of its relative imports. Without the
+# modeling file in it, the model/ folders of two runs, loaded in one process, would both use the code of the first.
+if TYPE_CHECKING:
+    from .modeling_gpt2scratch import GPT2ScratchModel  # noqa: F401
 
 # Written to every saved config.json, so that a folder or a Hub repository includes its code. All classes are listed,
 # because saving one registers only itself: vLLM and SGLang load models through `AutoModel`.

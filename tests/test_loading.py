@@ -119,6 +119,9 @@ def published(tmp_path_factory, launch):
         model.save_pretrained(folder / name)
     put_in_hub_cache(folder / "untied", folder / "hf" / "hub")
     shutil.copytree(folder / "untied", folder / "another name-v1.0")
+    shutil.copytree(folder / "untied", folder / "changed/untied")
+    with (folder / "changed/untied/modeling_gpt2scratch.py").open("a") as file:
+        file.write("# changed\n")
     pairs = [(str(folder / name), to and str(folder / to)) for name, to in SOURCES.items()]
     pairs[3] = (HUB_ID, pairs[3][1])
     done = run_isolated(launch, folder, LOAD_EACH, json.dumps(pairs))
@@ -128,7 +131,7 @@ def published(tmp_path_factory, launch):
 
 # Sources, and the folders in which the process saves what it loaded.
 SOURCES = {"untied": "resaved", "tied": "", "modern": "", HUB_ID: "resaved_from_hub"}
-SOURCES |= dict.fromkeys(("resaved", "resaved_from_hub", "another name-v1.0"), "")
+SOURCES |= dict.fromkeys(("resaved", "resaved_from_hub", "another name-v1.0", "changed/untied"), "")
 
 
 @pytest.mark.parametrize("folder", ["untied", "resaved", "resaved_from_hub"])
@@ -173,6 +176,10 @@ def test_other_process_loads_every_class_and_weight_with_the_folders_code_and_ge
     assert seen.residual_std == pytest.approx(0.0 if source == "modern" else 0.5, rel=0.1)
 
 
+def test_folders_of_one_name_use_their_own_code(published):
+    assert published.seen["changed/untied"].modules[1] != published.seen["untied"].modules[1]
+
+
 def test_other_process_trains_a_classifier_from_a_saved_folder(launch, tmp_path):
     for family, fields in FAMILIES.items():
         model_folder(tmp_path / family, bpe(), **fields)
@@ -203,6 +210,6 @@ def test_compiled_model_and_model_without_head_are_saved_with_their_code(tmp_pat
 def test_uploaded_files_import_only_public_packages_and_each_other(published):
     allowed = {"torch", "transformers", "huggingface_hub"} | sys.stdlib_module_names
     configuration, modeling = (published.folder / "untied" / name for name in CODE)
-    assert get_relative_imports(configuration) == []
+    assert get_relative_imports(configuration) == ["modeling_gpt2scratch"]
     assert get_relative_imports(modeling) == ["configuration_gpt2scratch"]
     assert {*get_imports(configuration), *get_imports(modeling)} <= allowed
