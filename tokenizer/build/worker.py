@@ -247,8 +247,9 @@ class PartWriter:
         for name, column in zip(rows.dtype.names, (counts, list(map(len, texts)), *columns), strict=True):
             rows[name] = column
         if self.processor.lengths is not None:
-            size = min(self.batch_bytes, self.processor.normalized_size(texts))
-            self.lost_bytes += max(0, size - int(self.processor.lengths[ids].sum()))
+            n_bytes = int(self.processor.lengths[ids].sum())
+            if n_bytes < self.batch_bytes:  # otherwise, the texts need not be normalized a second time
+                self.lost_bytes += max(0, min(self.batch_bytes, self.processor.normalized_size(texts)) - n_bytes)
         for split, file in self.files.items():
             mask = rows["val"] == (split == "val")
             chosen_ids = ids if mask.all() else ids[np.repeat(mask, counts)]
