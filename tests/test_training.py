@@ -153,6 +153,8 @@ def test_last_validation_also_scores_the_sample_of_earlier_ones(train, store, tm
     assert points == pytest.approx([first["eval_loss"], end["eval_sampled_loss"]])
     assert content.Scalars("eval/perplexity")[-1].value == pytest.approx(math.exp(points[-1]))
     assert content.Scalars("eval/full_loss")[0].value == pytest.approx(end["eval_loss"])
+    assert [event.value for event in content.Scalars("eval/tokens")] == 2 * [first["eval_tokens"]]
+    assert content.Scalars("eval/full_tokens")[0].value == end["eval_tokens"]
     output, report = capsys.readouterr().out, (run / "report.md").read_text()
     assert re.search(
         rf"step 6: validation loss {end['eval_loss']:.4f}, perplexity [\d.]+, [\d.]+ bits per byte on all held-out "

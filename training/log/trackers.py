@@ -14,7 +14,7 @@ from accelerate.utils import LoggerType
 from common.atomic import write_atomic
 from common.errors import UserError
 from common.limits import free
-from training.checkpoints.metrics import comparable_scores
+from training.checkpoints.metrics import comparable_scores, sample_tokens
 from training.checkpoints.run_folder import RunFolder
 from training.runtime.restart import restarted
 
@@ -96,8 +96,8 @@ def log_to_trackers(accelerator: Accelerator, entry: dict[str, Any], say: Callab
     A tracker that fails is reported and no longer used."""
     if "eval_sampled_loss" in entry:
         scores = comparable_scores(entry)
-        full = {name.replace("eval_", "eval_full_"): entry[name] for name in (*scores, "eval_perplexity")}
-        entry = entry | full | scores | {"eval_perplexity": math.exp(min(scores["eval_loss"], 700.0))}
+        scores |= {"eval_perplexity": math.exp(min(scores["eval_loss"], 700.0)), "eval_tokens": sample_tokens(entry)}
+        entry = entry | {name.replace("eval_", "eval_full_"): entry[name] for name in scores} | scores
     values = {
         f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}": value
         for name, value in entry.items()
