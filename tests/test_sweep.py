@@ -10,6 +10,7 @@ import time
 import pytest
 import yaml
 
+from common import schema
 from conftest import TINY, assert_user_error, error_of, flags, lines, metrics, status, wait_until
 from training import compare_runs, sweep
 from training.config import dump_config, read_config
@@ -150,8 +151,10 @@ def test_a_table_has_differing_settings_and_skips_entries_that_are_not_runs(run,
     assert "| cost | state | tokens_per_step | weight_average | max_eval_samples |" in output.out
     assert f"Skipped: {notes} is neither" in output.err
     part = shutil.copytree(twin, tmp_path / "part")  # stopped after a validation of a sample, with another tokenizer
-    for name, old, new in (("status.json", "finished", "stopped"), ("report.json", '"val": {', '"val": {"other": 1, ')):
-        (part / name).write_text((part / name).read_text().replace(old, new))
+    (part / "status.json").write_text((part / "status.json").read_text().replace("finished", "stopped"))
+    facts = schema.read(part / "report.json")
+    facts["data"]["val"]["sha256"] = "another"
+    (part / "report.json").write_text(schema.sealed(facts))
     changes = {"max_steps": 9, "adam_beta1": 0.5, "adam_beta2": 0.5, "n_head": 1, "seed": 7}  # more than columns show
     config = yaml.safe_load((part / "config.yaml").read_text()) | changes
     (part / "config.yaml").write_text(yaml.safe_dump(config))
@@ -162,10 +165,14 @@ def test_a_table_has_differing_settings_and_skips_entries_that_are_not_runs(run,
     (part / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in [*entries, end]))
     compare_runs.main([str(twin), str(part), "--output", str(tmp_path / "x.png")])
     output = capsys.readouterr().out
-    assert "compare bits per byte, not losses" in output
+    assert "compare bits per byte, not losses. Before all are finished, they are of samples" in output
     assert "| stopped at step 5 of 9 |" in output
     assert re.search(r"\n- `part`: .*adam_beta1 `0.5`, adam_beta2 `0.5`", output)
     scores = re.findall(r"\| `(?:part|other)` \| ([\d.]+ \| [\d.]+)", output)
     assert (len(scores), len({*scores})) == (2, 1)  # the same weights on the same sample
+    kept = [entry for entry in entries if "eval_loss" not in entry]
+    (part / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in kept))  # no validation yet
+    compare_runs.main([str(twin), str(part), "--output", str(tmp_path / "x.png")])
+    assert "compare bits per byte, not losses" in capsys.readouterr().out
     assert_user_error("(?s)notes.txt is .*none is neither", compare_runs.main, [str(notes), "none"])
     assert_user_error("none is neither", compare_runs.main, [str(run), "none"])

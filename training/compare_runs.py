@@ -48,8 +48,10 @@ def main(arguments: list[str]) -> None:
     summaries = {os.path.relpath(folder.resolve(), base): summarize_run(RunFolder(folder)) for folder in folders}
     validated = [summary for summary in summaries.values() if summary["last"]]
     newest = [summary["last"] for summary in validated]
-    is_other_text = len({summary["text"] for summary in validated}) > 1
+    texts = {summary["text"] for summary in summaries.values() if summary["last"] or summary["text"] != "None"}
+    is_other_text = len(texts) > 1
     is_finished = all(summary["state"] == "finished" for summary in validated)
+    has_samples = not is_finished and any(summary["settings"].get("max_eval_samples") for summary in validated)
     is_other_sample = len({entry.get("eval_tokens") for entry in newest}) > 1
     if is_other_sample and not (is_other_text and is_finished):
         is_other_sample = len({*map(sample_tokens, newest)} - {None}) > 1
@@ -67,7 +69,7 @@ def main(arguments: list[str]) -> None:
     if sys.stdout.isatty():  # narrow: the names of a sweep's runs contain the settings
         setting_names = [name for name in setting_names if not all(f"{name}=" in run_name for run_name in runs)]
     table = environment().get_template("comparison.md.j2")
-    notes = {"is_other_text": is_other_text, "is_other_sample": is_other_sample}
+    notes = {"is_other_text": is_other_text, "is_other_sample": is_other_sample, "has_samples": has_samples}
     page = table.render(runs=runs, setting_names=setting_names, **notes)
     Console().print(TerminalPage(page)) if sys.stdout.isatty() else print(page)
     measure = "eval_bits_per_byte" if is_other_text else "eval_loss"

@@ -10,7 +10,7 @@ import numpy as np
 
 from common.atomic import unfinished_path
 from common.removal import FILE_MARK
-from training.checkpoints.metrics import comparable_loss, comparable_scores
+from training.checkpoints.metrics import comparable_loss, comparable_scores, sample_tokens
 
 # Legible on white and on black.
 GRAY, BLUE, ORANGE = "#808690", "#3d84c6", "#d9673f"
@@ -74,6 +74,7 @@ def plot_runs(runs: dict[str, dict[str, Any]], path: Path, measure: str) -> bool
 
     def draw(figure: Any) -> None:
         by_tokens, by_time = figure.subplots(1, 2, sharey=True)
+        samples: set[int | None] = set()
         for name, run in runs.items():
             entries, until = run["entries"], run["seconds_until"]
             tokens = {0: 0} | {e["step"]: e["tokens"] for e in entries if "tokens" in e}
@@ -81,10 +82,16 @@ def plot_runs(runs: dict[str, dict[str, Any]], path: Path, measure: str) -> bool
             curve = {entry["step"]: comparable_scores(entry)[measure] for entry in evaluations}
             label = " " * name.startswith("_") + name  # a label that begins with _ has no entry in a legend
             style = {"label": label, "marker": "."} if curve else {"label": f"{label} (training loss)"}
+            samples |= {sample_tokens(entry) for entry in evaluations}
             curve = curve or {entry["step"]: entry["loss"] for entry in entries if "loss" in entry and in_nats}
+            if not curve:
+                continue
             by_tokens.plot(np.interp([*curve], [*tokens], [*tokens.values()]), curve.values(), **style)
             by_time.plot([until[step] / 60 for step in curve], curve.values(), **style)
-        by_tokens.set(xlabel="tokens", ylabel=f"validation: {measure.removeprefix('eval_').replace('_', ' ')}")
+        title = f"validation: {measure.removeprefix('eval_').replace('_', ' ')}"
+        if len(samples - {None}) > 1 and measure == "eval_loss":  # tokens of another tokenizer are not comparable
+            title += "\nof samples of different sizes"
+        by_tokens.set(xlabel="tokens", ylabel=title)
         by_time.set_xlabel("minutes of training")
         _in_thousands(by_tokens.xaxis)
         figure.legend(*by_tokens.get_legend_handles_labels(), loc="outside lower center")
