@@ -59,7 +59,10 @@ def pair_of(record: dict[str, Any]) -> dict[str, Any]:
     if pair["chosen"] == pair["rejected"]:
         raise UselessError("has equal answers, chosen and rejected")
     if "prompt" not in pair or any(pair[name][0]["role"] in ("system", "user") for name in ("chosen", "rejected")):
+        given = pair.get("prompt", [])
         pair = extract_prompt(pair) if pair["chosen"][:1] == pair["rejected"][:1] else {}
+        if pair and given and given[-1]["role"] != "user" and pair["prompt"][: len(given)] != given:
+            pair["prompt"] = given + pair["prompt"]  # the answers continue it, and do not repeat it
     if not pair.get("prompt"):
         raise ValueError("has no prompt, and its answers have no common beginning")
     if record.get("system") and isinstance(pair["prompt"], str):

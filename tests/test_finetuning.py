@@ -219,6 +219,10 @@ def test_a_pair_is_text_or_messages_and_its_prompt_may_be_implicit():
     repeated = {"system": "s"} | pair("u v", "u v chosen", "u v rejected")
     assert finetune_preferences.pair_of(repeated) == {"prompt": [system, asked], **messages}
     assert finetune_preferences.pair_of({"system": "s"} | shared) == pair([system, user], [good], [bad])
+    earlier = [user, {"role": "assistant", "content": "b"}]
+    for prompt in ([system], earlier):  # the answers continue it
+        given = {"prompt": prompt} | shared
+        assert finetune_preferences.pair_of(given) == pair([*prompt, user], [good], [bad])
     [begun] = finetune_preferences.pair_of(pair("I", "I am", "I'm"))["chosen"]
     assert begun["content"] == "I am"  # the answer begins like the prompt, and does not repeat it
 
