@@ -23,7 +23,7 @@ const refuse = (sentence) => { throw new Problem(sentence); };
 const REASONS = [
   [/SIMD/, "This browser lacks WebAssembly with SIMD, which the models need; update it, or use another."],
   [/alloc|memory/i, "The model needs more memory than this browser offers; close other tabs, or choose another model."],
-  [/fetch|network/i, "A part of the page cannot be loaded; check the connection, and reload the page."],
+  [/fetch|network|load failed|import/i, "A part of the page cannot be loaded; check the connection, and reload the page."],
 ];
 
 // Splits text like GPT-2. White_Space, because \s includes U+FEFF and lacks U+0085, unlike the Rust library `tokenizers`.
@@ -389,8 +389,9 @@ async function watch(cards, text) {
     });
   }
   const [first, second] = scores;
-  if (!second || first.some((piece, i) => piece.text !== second[i]?.text)) return; // other tokenizers have other pieces
-  const changes = first.map((piece, i) => ({ text: piece.text, value: piece.value === null ? null : second[i].value - piece.value }));
+  const shared = second ? first.slice(0, second.length) : []; // of the shorter context
+  if (!second || shared.some((piece, i) => piece.text !== second[i].text)) return; // other tokenizers have other pieces
+  const changes = shared.map((piece, i) => ({ text: piece.text, value: piece.value === null ? null : second[i].value - piece.value }));
   const facts = [`${cards[1].model.name} minus ${cards[0].model.name}`, "wavy: the second model predicts better"];
   color(card({ name: "What changed", facts }).text, changes, [0.1, 0.5, 1, 2]);
 }
