@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ def cpu_name() -> str:
 def about(module: str, arguments: list[str]) -> dict[str, Any]:
     """Return the first fields of every result: command, date, device and versions."""
     return {
-        "command": " ".join(["python", "-m", f"benchmarks.{module}", *arguments]),
+        "command": shlex.join(["python", "-m", f"benchmarks.{module}", *arguments]),
         "date": datetime.date.today().isoformat(),
         "device": device_name(),
         "python": platform.python_version(),
