@@ -18,7 +18,7 @@ import pytest
 from conftest import assert_user_error, wait_until
 from training.checkpoints import backup
 from training.checkpoints.backup import Backup, BackupArguments
-from training.checkpoints.checkpoint import REQUIRED_FILES, complete_checkpoints, copy, damage, sweep
+from training.checkpoints.checkpoint import REQUIRED_FILES, complete_checkpoints, copy, damage, step_of, sweep
 from training.checkpoints.run_folder import RunFolder
 
 
@@ -343,6 +343,20 @@ def test_restore_skips_a_damaged_checkpoint(make, backed_up, tmp_path, file, cha
     assert len(output) == 2
     assert problem in output[0]
     assert restore(copies, 1) is None
+    (newest.with_name("step_00000001") / file).write_bytes(b"x")
+    shutil.rmtree(backed_up.path)
+    assert_user_error(r"All checkpoints in .*/drive/x/checkpoints are damaged; wait until", restore, make(backed_up)[0])
+
+
+def test_a_replaced_run_is_not_restored_over_the_one_that_replaced_it(make, backed_up):
+    write_checkpoint(backed_up.checkpoints, 1)
+    for details, restored_step in (({}, 2), ({"replaces": True}, None)):
+        backed_up.events.write_text(json.dumps({"event": "begun", "step": 0, "time": "today"} | details) + "\n")
+        copies, output = make(backed_up)
+        restored = restore(copies, 1)
+        assert (restored and step_of(restored)) == restored_step
+        shutil.rmtree(backed_up.checkpoints / "step_00000002", ignore_errors=True)
+    assert "is the backup of a run that" in output[0]
 
 
 def test_links_to_paths_outside_the_backup_are_not_followed(make, backed_up, tmp_path):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from threading import Event, Lock, Thread
 from typing import Any
 
@@ -82,13 +83,14 @@ class Backup:
         """Copy the newest intact checkpoint after step `last_step` from the drive into the run folder, and return the
         copy. Copy the logs and settings of the backup too. A damaged checkpoint is reported, and the previous one is
         tried. `check` is called with the settings first. An unreadable drive is reported and counts as empty. Raise a
-        `UserError` if the drive or the run's own disk fails during the copy."""
+        `UserError` if the drive or the run's own disk fails during the copy, or if no checkpoint is intact."""
         backup = self.there
         try:
             os.stat(backup.path.parent)
             later_checkpoints = [path for path in complete_checkpoints(backup.checkpoints) if step_of(path) > last_step]
             has_settings = backup.config.is_file() and not is_linked(backup.config, backup.path)
             settings = read_yaml(backup.config) if later_checkpoints and has_settings else {}
+            own_start, start = (read_events(folder.events)[:1] for folder in (self.run, backup))
         except OSError as error:
             self.say(
                 f"WARNING: {backup.path} (--backup_dir) cannot be read ({_reason(error)}): is its drive mounted? "
@@ -97,13 +99,25 @@ class Backup:
             return None
         if not later_checkpoints:
             return None
+        if last_step >= 0 and own_start not in ([], start) and own_start[0].get("replaces"):
+            self.say(
+                f"WARNING: {backup.path} is the backup of a run that {self.run.path} replaced, so nothing is restored "
+                "from it."
+            )
+            return None
         check(settings)
         self.may_replace = True
         for checkpoint in reversed(later_checkpoints):
             try:
                 return self.fetch(checkpoint)
             except DamageError as damage:
-                self.say(f"WARNING: {checkpoint} is damaged: {damage}. Falling back to the previous checkpoint.")
+                self.say(f"WARNING: {checkpoint} is damaged: {damage}.")
+        if last_step < 0:
+            raise UserError(
+                f"All checkpoints in {backup.checkpoints} are damaged; wait until they are uploaded, or start from "
+                f"their weights with --init_from {quote(str(later_checkpoints[-1]))} and another --output_dir, or "
+                "replace the run with --overwrite_output_dir."
+            )
         return None
 
     def holds_this_run(self) -> bool:

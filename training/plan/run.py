@@ -68,6 +68,8 @@ def _write_beginning(run: Run, arguments: RunArguments, config: str, estimate: d
     versions = ", ".join(f"{name} {version(name)}" for name in LIBRARIES)
     hardware = describe(run.accelerator, run.setup, run.plan.model)
     details = {"batches": asdict(run.plan.batches), "planned": estimate, "environment": f"{hardware}; {versions}"}
+    if own_checkpoint is None and arguments.overwrite_output_dir:
+        details["replaces"] = True  # the run in the backup, too
     if start.checkpoint is not None:
         details |= {"checkpoint": start.checkpoint.name, "changes": start.changes}
     if earlier_starts:
