@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -320,6 +321,12 @@ def test_a_moved_run_resumes_and_a_missing_checkpoint_lists_the_others(train, tm
     train(None, "--resume_from_checkpoint", str(run), max_steps=4)
     assert metrics(run)[-1]["step"] == 4
     assert not (tmp_path / "run").exists()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(run / "checkpoints")
+        assert run_of(Path("step_00000003")).resolve() == run
+    (tmp_path / "checkpoints").mkdir()
+    run = run.rename(tmp_path / "checkpoints" / "step_size_3")
+    assert (run_of(run), run_of(run / "checkpoints" / "step_00000003")) == (run, run)
 
 
 def test_raw_text_trains_without_the_prompts_of_the_quickstart(train, tmp_path, monkeypatch):

@@ -192,7 +192,8 @@ def may_hold_run(folder: RunFolder) -> bool:
 
 
 def is_checkpoint(path: Path) -> bool:
-    return path.name.startswith("step_") and path.parent.name == "checkpoints"
+    is_named = path.name.startswith("step_") and path.absolute().parent.name == "checkpoints"
+    return is_named and not is_marked(path, "run")  # the folder of all runs may be called checkpoints
 
 
 def run_of(path: Path) -> Path:
@@ -200,7 +201,7 @@ def run_of(path: Path) -> Path:
     Raise a `UserError` for any other path, or if a newer version of this project wrote the run."""
     run = path
     if is_checkpoint(path):
-        run = path.parent.parent
+        run = path.parent.parent if path.parent.name else Path("..")
     elif path.name in ("model", "checkpoints") and not RunFolder(path).is_run():
         run = path.parent
     is_gone = is_checkpoint(path) and run.is_dir() and not path.exists()

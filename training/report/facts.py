@@ -112,7 +112,7 @@ def gather(folder: RunFolder, entries: Entries) -> dict[str, Any]:
     openings = [texts[0][:PROMPT_CHARACTERS] for texts in texts_at.values()]  # the tokenizer can encode these
     openings = ["Hello"] if (folder.model / TOKENIZER[-1]).is_file() else openings
     return {
-        "name": folder.path.name,
+        "name": folder.path.resolve().name,
         "prompt": [*settings.get("sample_prompts", []), *openings, "Once"][0],
         "results": _results(entries, evaluations, texts_at, first_step(events)) if evaluations else None,
         "reference": reference.compared(evaluations[-1]) if evaluations and reference is not None else "",
