@@ -59,6 +59,7 @@ COMMAND_SETTINGS |= {"plan", "plan_device", "plan_steps", "verbose"}
 PRESETS = Path(__file__).parent.parent / "presets"
 QUICKSTART, CONTINUATION = PRESETS / "quickstart.yaml", PRESETS / "continued.yaml"
 FILES = {"config", "resume_from_checkpoint"}  # flags that name the file of settings
+RUN_FOLDERS = {"output_dir", "backup_dir", "resume_from_checkpoint", "init_from"}
 # file: named by the command, or of the pretrained model or run that it continues. quickstart: the file that is read
 # otherwise. chosen: by --budget, the optimizer or the data. A setting without a source has its default.
 Source = Literal["flag", "file", "quickstart", "chosen"]
@@ -214,17 +215,25 @@ def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lam
     resume does not exist, no data is named, or `check` finds problems."""
 
     def default_file(flags: dict[str, Any]) -> Path:
+        flags = _with_homes(flags)
         if "resume_from_checkpoint" in flags:
             return run_of(Path(flags["resume_from_checkpoint"])) / CONFIG_FILE
         return CONTINUATION if "init_from" in flags else QUICKSTART
 
     def build(flags: dict[str, Any], file: dict[str, Any], path: Path) -> TrainConfig:
-        config = _decide(_given(flags, file), flags, path)
+        config = _decide(_given(_with_homes(flags), _with_homes(file)), flags, path)
         check(config)
         return config
 
     parser = FlagParser(PARTS, "Train a GPT-2-class model on text or a token store.", main=MAIN)
     return parser.parse(arguments, default_file=default_file, build=build)
+
+
+def _with_homes(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings in which `~` of the folders of runs is expanded: a shell expands neither `--output_dir=~/x` nor a
+    file."""
+    folders = {name: settings[name] for name in RUN_FOLDERS & settings.keys() if settings[name] is not None}
+    return settings | {name: os.path.expanduser(folder) for name, folder in folders.items()}
 
 
 def _given(flags: dict[str, Any], file: dict[str, Any]) -> TrainConfig:
