@@ -168,10 +168,12 @@ class Saver(AbstractContextManager):
         if not all(torch.linalg.vector_norm(tensor, math.inf).isfinite() for tensor in self.snapshot.values()):
             raise DivergenceError(f"Weights or moments are not finite after step {step:,}, so this step is not saved")
         self.verification.result()
+        subject = f"The checkpoint of step {step:,} could not be written to {self.folder.checkpoints}"
         try:
             refuse_full_disk(self.folder, self.n_bytes)
             new = checkpoint.write_checkpoint(self.folder.checkpoints, self.snapshot, self.shell, self.tokenizer, state)
             seconds = round(time.perf_counter() - begin, 4)
+            subject = f"The checkpoint of step {step:,} is complete, but {self.folder.model} could not be renewed"
             checkpoint.copy(new, self.folder.model, model_only=True)
             forget_replaced(self.folder)
             in_use = self.backup.copying if self.backup is not None else None
@@ -179,8 +181,7 @@ class Saver(AbstractContextManager):
         except Exception as error:
             problem = as_os_error(error)
             raise UserError(
-                f"The checkpoint of step {step:,} could not be written to {self.folder.checkpoints}: "
-                f"{problem.strerror or problem}; {self.folder.last_good()}. Fix the problem and resume."
+                f"{subject}: {problem.strerror or problem}; {self.folder.last_good()}. Fix the problem and resume."
             ) from error
         if self.backup is not None:
             self.backup.submit()
