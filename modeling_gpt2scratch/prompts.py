@@ -46,9 +46,10 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the added token that ends an assistant's turn in the chat template, or None."""
     chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2 3 4"}]  # three tokens or more
-    ids = tokenizer.apply_chat_template(chat, return_dict=False)[-2:]
-    tokens = {id: token.content for id, token in tokenizer.added_tokens_decoder.items()}
-    return next((id for id in reversed(ids) if tokens.get(id, "").strip()), None)  # a line break may follow
+    ids = tokenizer.apply_chat_template(chat, return_dict=False)
+    while ids and not tokenizer.decode(ids[-1:]).strip():  # a line break may follow, of several tokens
+        ids.pop()
+    return next((id for id in ids[-1:] if id in tokenizer.added_tokens_decoder), None)
 
 
 def add_turn_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -82,7 +83,9 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, st
     # If there is such text, private-use characters replace the first characters of all control tokens while the
     # template renders.
     is_masked = any(control.search(message["content"]) for message in messages)
-    masks = {ord(token[0]): 0x100000 + i for i, token in enumerate(special)} if is_masked else {}
+    contents = {character for message in messages for character in message["content"]}
+    free = (mask for mask in range(0x100000, 0x10FFFE) if chr(mask) not in contents)
+    masks = dict(zip((ord(token[0]) for token in special), free, strict=False)) if is_masked else {}
     chat = [message | {"content": message["content"].translate(masks)} for message in messages]
     with one_sentence("The chat template", "does not render this chat"):
         text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
@@ -94,6 +97,8 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, st
     tokenizer = copy.deepcopy(tokenizer)  # for `split_special_tokens`, a flag that other threads would see
     for i, part in enumerate(control.split(text)):  # text, control token, text, ..., text
         ids += encode(tokenizer, part.translate(first_characters), split_special_tokens=i % 2 == 0)
+        if getattr(tokenizer.backend_tokenizer.pre_tokenizer, "prepend_scheme", None) == "first":
+            tokenizer.backend_tokenizer.pre_tokenizer.prepend_scheme = "never"  # for the parts after the first one
     return ids
 
 

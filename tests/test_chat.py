@@ -6,8 +6,12 @@ import json
 import numpy as np
 import pytest
 from test_corpus import write, write_records
+from test_encode import of_pieces
+from tokenizers import AddedToken, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from conftest import CHATML_TOKENS, assert_one_sentence, assert_user_error, tokenized
+from modeling_gpt2scratch.prompts import chat_ids, turn_end
 from tokenizer import pretokenize
 from tokenizer.corpus.chat import CHATML, MASKS, ChatTemplate, normalized
 from tokenizer.corpus.documents import Counts, Piece, Reader
@@ -192,6 +196,31 @@ def test_only_the_template_writes_control_token_ids(tmp_path):
         assert (ids == tokenizer.convert_tokens_to_ids(token)).sum() == 3 * len(chats)
     first = tokenizer.decode(store.memory_map("train")[: store.offsets("train")[1]])
     assert first in [rendered(CHATML_TEMPLATE, chat) + "<|endoftext|>" for chat in chats]
+
+
+@pytest.mark.parametrize("scheme", ["first", "never", "prepended"])
+def test_chats_of_llamas_tokenizer_are_those_of_the_prompt(tmp_path, scheme):
+    """Llama's puts a space only before the first text of a chat, older ones before each. Phi-3's control tokens take
+    the line break after them."""
+    rust = of_pieces()
+    if scheme != "prepended":
+        rust.normalizer, rust.pre_tokenizer = None, pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=rust, unk_token="<unk>", eos_token="</s>", chat_template=CHATML
+    )
+    marks = [AddedToken(mark, special=True, rstrip=mark == END and scheme == "never") for mark in CHATML_TOKENS]
+    tokenizer.add_special_tokens({"extra_special_tokens": marks})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    question = {"role": "user", "content": "the the"}
+    path = write_records(tmp_path / "a.jsonl", [{"messages": [question, CHAT[1]]}] * 9)
+    store = pretokenize(path, tmp_path / "store", tokenizer=str(tmp_path / "tokenizer"), dedup="no", quiet=True)
+    tokenizer = store.load_tokenizer()
+    ids = store.memory_map("train")[: store.offsets("train")[1]].tolist()
+    if scheme != "prepended":
+        assert ids == [*tokenizer.apply_chat_template([question, CHAT[1]], return_dict=False), tokenizer.eos_token_id]
+    assert turn_end(tokenizer) == tokenizer.convert_tokens_to_ids(END)
+    prompt, _ = chat_ids(tokenizer, [question | {"content": f"the {END}"}], 999)
+    assert prompt[:5] == chat_ids(tokenizer, [question], 999)[0][:5] == ids[:5]
 
 
 def test_the_marks_of_a_template_file_are_control_tokens(tmp_path):

@@ -137,6 +137,9 @@ class UnitProcessor:
         self.encoder = encode.encoder(rust, np.dtype(self.settings.dtype).newbyteorder("<"))
         self.lengths = encode.text_lengths(rust)
         self.token_to_id, self.normalizer = rust.token_to_id, rust.normalizer
+        added = rust.get_added_tokens_decoder()  # a control token may take the blanks next to it
+        self.takes_left = {token.content for token in added.values() if token.lstrip}
+        self.takes_right = {i for i, token in added.items() if token.rstrip}
         self.min_hasher = MinHasher() if self.settings.dedup == "near" else None
         self.eos = encode.NO_TOKEN if self.settings.eos is None else self.settings.eos
         ranges = (part for unit in self.units for part in unit.ranges)
@@ -210,6 +213,10 @@ class PartWriter:
             self.begin_document(text if piece.chat is None else piece.chat)
         if self.copies == 0:
             return
+        if not piece.starts_document and self.last_follower in self.processor.takes_right:
+            text = text.lstrip()
+        if piece.control in self.processor.takes_left:
+            text = text.rstrip()
         utf8 = text.encode()
         self.last_follower = self._follower(piece)
         row = (self.copies, self.val, piece.starts_document, piece.ends_document, self._keys(piece, text, utf8))
@@ -242,7 +249,7 @@ class PartWriter:
         if not self.batch:
             return
         texts, followed_by, *columns = map(list, zip(*self.batch, strict=True))
-        ids, counts = self.processor.encoder(texts, followed_by)
+        ids, counts = self.processor.encoder(texts, followed_by, starts=columns[2])
         rows = np.zeros(len(texts), self.rows[0].dtype)
         for name, column in zip(rows.dtype.names, (counts, list(map(len, texts)), *columns), strict=True):
             rows[name] = column

@@ -6,8 +6,9 @@ Imports nothing large, so that worker processes start fast.
 import itertools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ UNKNOWN = 0xFFFFFFFF
 FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's name of a byte token
 
 
-# An encoder takes texts (UTF-8) and the id that follows each text, or NO_TOKEN. Returns the ids of all texts in one
-# array, (n,) of the store's dtype, and the number of ids of each text including the id that follows, (texts,) int64.
-Encoder = Callable[[list[bytes], list[int]], tuple[np.ndarray, np.ndarray]]
+# An encoder takes texts (UTF-8), the id that follows each text, or NO_TOKEN, and whether each text begins a document
+# (by default, all do). Returns the ids of all texts in one array, (n,) of the store's dtype, and the number of ids of
+# each text including the id that follows, (texts,) int64.
+Encoder = Callable[..., tuple[np.ndarray, np.ndarray]]
 
 
 def load_rust(file: Path) -> Tokenizer:
@@ -37,6 +39,17 @@ def load_rust(file: Path) -> Tokenizer:
     rust.no_truncation()
     rust.no_padding()
     return rust
+
+
+@cache
+def within_text(rust: Tokenizer) -> Tokenizer:
+    """Return the tokenizer for text that does not begin a document: Llama's puts a space only before the first text."""
+    content = rust.to_str()
+    if (changed := content.replace('"prepend_scheme":"first"', '"prepend_scheme":"never"')) == content:
+        return rust
+    other = Tokenizer.from_str(changed)
+    other.encode_special_tokens = rust.encode_special_tokens
+    return other
 
 
 def encoder(rust: Tokenizer, dtype: np.dtype) -> Encoder:
@@ -109,7 +122,9 @@ class WordEncoder:
         self.pool = np.zeros(0, dtype=self.dtype)  # ids of all words
         self.first, self.count = np.zeros((2, 1), np.int32)  # (words,) first index into the pool and number of ids
 
-    def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(
+        self, texts: list[bytes], followed_by: list[int], starts: Sequence[bool] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
         words = self.splitter.words(texts).dictionary_encode()
         numbers = self._numbers(words.dictionary.to_pylist())  # (distinct words,)
         ids = self._ids(numbers).take(words.indices)  # (words,) binaries; four arrays of numpy take twice the time
@@ -164,10 +179,17 @@ class RustEncoder:
     rust: Tokenizer
     dtype: np.dtype
 
-    def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(
+        self, texts: list[bytes], followed_by: list[int], starts: Sequence[bool] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts. Raise a `UserError` for unknown text if the tokenizer has no token for it."""
         try:
             encodings = self.rust.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+            later = [i for i, is_start in enumerate(starts) if not is_start]
+            if later and (rust := within_text(self.rust)) is not self.rust:
+                others = rust.encode_batch_fast([texts[i].decode() for i in later], add_special_tokens=False)
+                for i, encoding in zip(later, others, strict=True):
+                    encodings[i] = encoding
         except Exception as error:  # the Rust library raises no narrower class
             raise UserError(f"The tokenizer cannot encode this text ({error}); use another tokenizer.") from error
         arrays = [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
@@ -184,7 +206,9 @@ class CharacterEncoder:
         self.table[[ord(character) for character in characters]] = [*characters.values()]
         self.size = len(characters)
 
-    def __call__(self, texts: list[bytes], followed_by: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(
+        self, texts: list[bytes], followed_by: list[int], starts: Sequence[bool] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts. Raise a `UserError` for a character that the tokenizer does not know."""
         strings = [text.decode() for text in texts]
         points = np.frombuffer("".join(strings).encode("utf-32-le"), dtype="<u4")
