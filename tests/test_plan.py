@@ -157,10 +157,6 @@ def test_time_and_cost_of_a_resumed_run_are_those_of_the_steps_left(store, finis
     assert dollars[1] == pytest.approx(0.75 * dollars[0], abs=0.01)
     assert " for the 18 steps left at 64 tokens/s" in resumed
     assert "left" not in whole.split("Disk")[0]
-    settings = {"max_steps": None, "max_train_tokens": 512, "tokens_per_step": 32, "allow_change": "tokens_per_step"}
-    output = planned(store, tmp_path, capsys, resume_from_checkpoint=finished, **settings)  # after 384 tokens
-    assert "Length:  10 steps of 32 tokens" in output
-    assert " for the 4 steps left at 64 tokens/s" in output
 
 
 DROPOUT = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}

@@ -19,15 +19,13 @@ import torch
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
+from training.budget.earlier import EarlierRun
 from training.budget.sizing import Sizing, require_price, resolve, with_vocabulary
 from training.budget.throughput import SCORING_COST, Throughput, assumed_speed, measure_speed, validation_tokens
-from training.checkpoints.checkpoint import TrainState, complete_checkpoints, load_state
-from training.checkpoints.run_folder import RunFolder, is_checkpoint, run_of
 from training.config import TrainConfig, dump_config
 from training.data.run_data import bytes_of, find_store, open_store
 from training.log.speed import flops_per_token
 from training.plan.plan import Plan
-from training.plan.resume import resume_position
 from training.plan.run import Run
 from training.preflight import make_plan, recorded_data, setup_of
 from training.report.report import environment
@@ -134,8 +132,7 @@ def show_plan(config: TrainConfig) -> None:
         sample = open_store(config.recipe, say, recorded) if estimate is None else estimate.sample
         store = sample if estimate is None else estimate.whole
         config, sizing = resolve(config, accelerator, setup, [store, sample])
-        position = resume_position(on_main(accelerator, lambda: _resumed_state(config)), store.metadata.identity, ())
-        plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup, position)
+        plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup)
         setup, speed, device = plan.memory.setup, sizing and sizing.speed, config.cost.plan_device
         if device is None and speed is None and config.cost.plan_steps > 0:
             wait = ", which are compiled first, for up to a minute" if setup.torch_compile else ""
@@ -153,17 +150,8 @@ def show_plan(config: TrainConfig) -> None:
     speeds = [(rental, assumed_speed(rental.datasheet, plan.model, "bf16", 1)) for rental in RENTALS.values()]
     memory = replace(plan.memory, on_gpu=True, program=0).total(1) / 1e9
     rentals = [(rental, speed) for rental, speed in speeds if speed is not None and memory < rental.gigabytes]
-    steps_done = 0 if sizing is not None else position.step
+    steps_done = 0 if sizing is not None else on_main(accelerator, lambda: EarlierRun.of(config).step)
     say(describe_forecast(forecast, hardware, steps_done, estimate, rentals))
-
-
-def _resumed_state(config: TrainConfig) -> TrainState | None:
-    """Return the state of the checkpoint that a planned command names, or None."""
-    if (source := config.run.resume_from_checkpoint) is None:
-        return None
-    path = Path(source)
-    named = [path] if is_checkpoint(path) else complete_checkpoints(RunFolder(run_of(path)).checkpoints)
-    return load_state(named[-1]) if named else None
 
 
 def times_due(plan: Plan, strategy: str, interval: int) -> int:
