@@ -144,12 +144,6 @@ def resolve(
     run = on_main(accelerator, lambda: EarlierRun.of(config))
     if repeats := run.is_repeated_by(config):
         has_new_length = bool(config.is_resolved and LENGTHS & config.flags)
-        given, final, folder = config.length.max_steps, run.settings.get("max_steps"), config.run.output_dir
-        if "max_steps" in config.flags and final is not None and given < final and not has_new_length:
-            raise UserError(
-                f"max_steps is {given:,}, but the run in {folder} has {final:,} steps; to end it earlier, use "
-                f"--resume_from_checkpoint {folder} --max_steps {given}."
-            )
         config = run.restore(config, has_length=not has_new_length)
         if "max_steps" in run.settings and not has_new_length:  # the budget has set the length, in place of a given one
             return config.with_settings(dict.fromkeys(LENGTHS - {"max_steps"})), None
