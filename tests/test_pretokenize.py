@@ -140,6 +140,10 @@ def test_tokenizer_that_joins_wide_characters_is_accepted(tmp_path):
     rust.normalizer = normalizers.NFKC()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust, unk_token="<unk>", eos_token="</s>")
     tokenizer.save_pretrained(tmp_path / "wide")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("天", "")  # which loses text
+    tokenizer.save_pretrained(tmp_path / "loses")
+    arguments = ("--input", tmp_path / "zh.txt", "--output", tmp_path / "none", "--tokenizer", tmp_path / "loses")
+    assert "cannot encode this text: " in refused(*arguments)
     output = tmp_path / "store"
     pretokenize("--input", tmp_path / "zh.txt", "--output", output, "--tokenizer", tmp_path / "wide")
     assert TokenStore(output).metadata.train.tokens + TokenStore(output).metadata.val.tokens == 5 * 999 + 1
@@ -156,6 +160,9 @@ def test_lossy_tokenizer_is_refused(tmp_path, text, monkeypatch):
     assert f"{tmp_path / 'lossy'} cannot encode this text: " in error
     lost, size = re.search(r"([\d,]+) of ([\d,]+) bytes would be lost", error).groups()
     assert int(lost.replace(",", "")) < int(size.replace(",", "")) / 2  # refused after the first of several units
+    (tmp_path / "first.txt").write_text("only these letters\n" * 60)
+    arguments = ("--input", tmp_path / "first.txt", *arguments[1:], "--max_bytes", "1000")
+    pretokenize(*arguments)  # what it loses is behind the limit
 
 
 def test_missing_and_unknown_flags_are_named():

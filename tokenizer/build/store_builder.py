@@ -351,7 +351,8 @@ class StoreBuilder:
             counts.add(part.counts)
             lost_bytes += part.lost_bytes
             self.corpus.check(counts, is_all=False)
-            self._refuse_lost(lost_bytes, max(counts.bytes, self.corpus.most_bytes))
+            if limit == NO_LIMIT:  # otherwise, this text may be behind the limit
+                self._refuse_lost(lost_bytes, max(counts.bytes, self.corpus.most_bytes))
             if (moment := time.monotonic()) - said > SECONDS_BETWEEN_LINES:
                 said, seconds, megabytes = moment, moment - start, (counts.bytes - start_bytes) / 1e6
                 self.say(

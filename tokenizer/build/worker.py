@@ -146,11 +146,12 @@ class UnitProcessor:
         self.heads = {part.path: part for part in ranges if part.start == 0 and part.stop is not None}
 
     def normalized_size(self, texts: list[bytes]) -> int:
-        """Return the bytes of texts as the tokenizer normalizes them, such as `,` for a wide comma of three bytes."""
+        """Return the bytes of texts as the tokenizer normalizes them, such as `,` for a wide comma of three bytes. What
+        it deletes is lost: a character has at least one byte."""
         if self.normalizer is None:
             return sum(map(len, texts))
-        normalized = (self.normalizer.normalize_str(text.decode()) for text in texts)
-        return sum(len(text.replace("▁", " ").encode()) for text in normalized)
+        pairs = ((text, self.normalizer.normalize_str(text)) for text in map(bytes.decode, texts))
+        return sum(max(len(text), len(normalized.replace("▁", " ").encode())) for text, normalized in pairs)
 
     def process(self, number: int, limit: Limit = NO_LIMIT) -> Part:
         """Process a unit, up to the limit. Raise a `UserError` for unreadable or unknown text, or a full disk."""
