@@ -97,10 +97,14 @@ def test_glob_finds_every_file_once_in_a_fixed_order(tmp_path):
         write(tmp_path / name, name)
     for link in ("deep/loop", "en/loop"):  # the paths through both never end
         (tmp_path / link).symlink_to(tmp_path)
+    (tmp_path / "linked").mkdir()
+    write(tmp_path / "linked" / "e.txt", "elsewhere")
+    (tmp_path / "linked").rename(tmp_path.with_name("elsewhere"))
+    (tmp_path / "linked").symlink_to(tmp_path.with_name("elsewhere"))
     assert documents(tmp_path / "*.txt") == names[:2]
-    assert documents(tmp_path / "**/*.txt") == [*names[:3], names[4]]
-    assert documents(tmp_path / "**") == names
-    assert documents(tmp_path / "*e*") == names[2:]  # matches folders
+    assert documents(tmp_path / "**/*.txt") == [*names[:3], names[4], "elsewhere"]
+    assert documents(tmp_path / "**") == [*names, "elsewhere"]
+    assert documents(tmp_path / "*e*") == [*names[2:], "elsewhere"]  # matches folders
     assert documents(tmp_path / "en/loop/e*/*.txt") == [names[4]]  # through a link
 
 

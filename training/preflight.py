@@ -1,6 +1,5 @@
 """Checks and decisions before the first step: settings, device, data, plan and starting point."""
 
-import glob
 import math
 import os
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from common.errors import Problems, UserError, counted
 from common.machine import free_memory
 from modeling_gpt2scratch.loading import TOKENIZER, load_tokenizer, own_file
+from tokenizer.corpus.file_finder import globbed
 from tokenizer.corpus.named_data import dataset_of, find
 from tokenizer.corpus.units import Corpus
 from tokenizer.store.store import SPLITS, TokenStore
@@ -132,7 +132,7 @@ def recorded_data(config: TrainConfig) -> str | None:
     """Return the identity of the tokens in the run that this command continues if its text is a Hub dataset, or no
     longer exists, or None."""
     data, path = config.data.data, os.path.expanduser(config.data.data)
-    is_file = os.path.lexists(path) or any(glob.iglob(path, recursive=True))
+    is_file = os.path.lexists(path) or any(globbed(path))
     is_local = dataset_of(data) is None and (find(data) is not None or is_file)
     if not config.text or is_local or "data" in config.settings.allowed:
         return None

@@ -61,7 +61,7 @@ class FileFinder:
             return [TextFile.at(path, val=val) for path, val in paths.items()]
         path = str(Path(os.path.expanduser(entry)))
         is_one = os.path.lexists(path)
-        matches = [path] if is_one else sorted(_globbed(path), key=lambda match: Path(match).parts)
+        matches = [path] if is_one else sorted({*globbed(path)}, key=lambda match: Path(match).parts)
         root = os.path.dirname(re.split(r"[*?[]", path)[0])
         result = []
         for match in matches:
@@ -124,18 +124,28 @@ class FileFinder:
                 yield TextFile.at(entry.path, val=val)
 
 
-def _globbed(pattern: str) -> set[str]:
-    """Return the matches of a glob. `**` follows no links to folders: the paths of two loops would never end."""
+def globbed(pattern: str) -> Iterator[str]:
+    """Yield the matches of a glob, some of them twice. `**` follows links, except back to a folder above: two such
+    links would never end."""
     parts = PurePath(pattern).parts
     if "**" not in parts:
-        return {*glob.glob(pattern)}
-    place, matches = parts.index("**"), set()
-    rest = parts[place + 1 :] or ("*",)
-    for root in glob.glob(str(PurePath(*parts[:place]))):
-        for folder, subfolders, _ in os.walk(root):
-            subfolders[:] = (name for name in subfolders if not name.startswith("."))
-            matches |= _globbed(str(PurePath(glob.escape(folder), *rest)))
-    return matches
+        yield from glob.iglob(pattern)
+        return
+    place = parts.index("**")
+    for root in glob.iglob(str(PurePath(*parts[:place]))):
+        for folder in _folders(root):
+            yield from globbed(str(PurePath(glob.escape(folder), *(parts[place + 1 :] or ("*",)))))
+
+
+def _folders(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yield a folder and all folders in it that are not hidden. `above`: the real paths of those that lead to it."""
+    if (path := os.path.realpath(folder)) in above:
+        return
+    yield folder
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.name.startswith(".") and entry.is_dir():
+                yield from _folders(entry.path, (*above, path))
 
 
 def _saved_by_datasets(folder: str, names: set[str]) -> set[str] | None:
