@@ -90,7 +90,7 @@ class Backup:
             later_checkpoints = [path for path in complete_checkpoints(backup.checkpoints) if step_of(path) > last_step]
             has_settings = backup.config.is_file() and not is_linked(backup.config, backup.path)
             settings = read_yaml(backup.config) if later_checkpoints and has_settings else {}
-            own_start, start = (read_events(folder.events)[:1] for folder in (self.run, backup))
+            is_replaced = last_step >= 0 and _has_replaced(self.run, backup)
         except OSError as error:
             self.say(
                 f"WARNING: {backup.path} (--backup_dir) cannot be read ({_reason(error)}): is its drive mounted? "
@@ -99,7 +99,7 @@ class Backup:
             return None
         if not later_checkpoints:
             return None
-        if last_step >= 0 and own_start not in ([], start) and own_start[0].get("replaces"):
+        if is_replaced:
             self.say(
                 f"WARNING: {backup.path} is the backup of a run that {self.run.path} replaced, so nothing is restored "
                 "from it."
@@ -281,17 +281,23 @@ def _copy_files(source: RunFolder, target: RunFolder) -> None:
                 copy_file(file, partial)
 
 
+def _has_replaced(run: RunFolder, backup: RunFolder) -> bool:
+    """Return whether the run began with --overwrite_output_dir, after that of its backup."""
+    start, earlier = (read_events(folder.events)[:1] for folder in (run, backup))
+    return start not in ([], earlier) and start[0].get("replaces", False)
+
+
 def earlier_run(arguments: RunArguments, backup_dir: str | None) -> RunFolder | None:
     """Return the folder of the run, or that of its backup if this has a newer checkpoint or the run has not begun, or
     None if neither has settings, or if the command will replace them. After a restart, it is the run's own."""
     is_restart = restarted().get("has_begun")
     if arguments.overwrite_output_dir and not is_restart:
         return None
-    run, steps = arguments.folder, {}
+    run, steps = arguments.folder, {}  # by folder
     has_backup = backup_dir is not None and not is_restart
     for folder in [run, *([RunFolder(_backup_folder(backup_dir, run.path))] if has_backup else [])]:
         with suppress(OSError):  # the drive of the backup may be gone
-            if folder.config.is_file() and folder.is_run():
+            if folder.config.is_file() and folder.is_run() and not (steps.get(run) and _has_replaced(run, folder)):
                 steps[folder] = folder.newest_step()
     return max(steps, key=steps.get, default=None)
 

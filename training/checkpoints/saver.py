@@ -173,7 +173,7 @@ class Saver(AbstractContextManager):
             refuse_full_disk(self.folder, self.n_bytes)
             new = checkpoint.write_checkpoint(self.folder.checkpoints, self.snapshot, self.shell, self.tokenizer, state)
             seconds = round(time.perf_counter() - begin, 4)
-            subject = f"The checkpoint of step {step:,} is complete, but {self.folder.model} could not be renewed"
+            subject = f"The checkpoint of step {step:,} is complete, but {self.folder.path} could not be updated"
             checkpoint.copy(new, self.folder.model, model_only=True)
             forget_replaced(self.folder)
             in_use = self.backup.copying if self.backup is not None else None
