@@ -165,7 +165,7 @@ def test_a_table_has_differing_settings_and_skips_entries_that_are_not_runs(run,
     (part / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in [*entries, end]))
     compare_runs.main([str(twin), str(part), "--output", str(tmp_path / "x.png")])
     output = capsys.readouterr().out
-    assert "compare bits per byte, not losses. Before all are finished, they are of samples" in output
+    assert "compare bits per byte, not losses; some are of samples" in output
     assert "| stopped at step 5 of 9 |" in output
     assert re.search(r"\n- `part`: .*adam_beta1 `0.5`, adam_beta2 `0.5`", output)
     scores = re.findall(r"\| `(?:part|other)` \| ([\d.]+ \| [\d.]+)", output)

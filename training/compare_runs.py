@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -50,10 +51,9 @@ def main(arguments: list[str]) -> None:
     newest = [summary["last"] for summary in validated]
     texts = {summary["text"] for summary in summaries.values() if summary["last"] or summary["text"] != "None"}
     is_other_text = len(texts) > 1
-    is_finished = all(summary["state"] == "finished" for summary in validated)
-    has_samples = not is_finished and any(summary["settings"].get("max_eval_samples") for summary in validated)
+    has_samples = any(map(_is_of_sample, validated))
     is_other_sample = len({entry.get("eval_tokens") for entry in newest}) > 1
-    if is_other_sample and not (is_other_text and is_finished):
+    if is_other_sample and (has_samples or not is_other_text):
         is_other_sample = len({*map(sample_tokens, newest)} - {None}) > 1
         for entry in newest:  # finished runs scored the whole split, others a sample
             entry.update(comparable_scores(entry))
@@ -78,6 +78,13 @@ def main(arguments: list[str]) -> None:
             print(f"Plot: {options.output}", file=sys.stderr)
         elif find_spec("matplotlib") is None:
             print("No plot: run pip install -e '.[plots]'.", file=sys.stderr)
+
+
+def _is_of_sample(summary: dict[str, Any]) -> bool:
+    """Return whether only a sample of the held-out text was scored: before the end of a run, or at its best step."""
+    settings, last = summary["settings"], summary["last"]
+    may_be_earlier = summary["state"] != "finished" or settings.get("load_best_model_at_end")
+    return bool(settings.get("max_eval_samples") and may_be_earlier and "eval_sampled_loss" not in last)
 
 
 if __name__ == "__main__":
