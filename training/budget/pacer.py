@@ -1,6 +1,7 @@
 """Correction of the length of a run with a budget, so that it ends at the budget."""
 
 import time
+from statistics import median
 
 from common.atomic import write_atomic
 from training.budget.forecast import Forecast
@@ -57,7 +58,9 @@ class Pacer:
         plan = self.run.plan
         if not log.paces:
             return plan.max_steps
-        steps, seconds = map(sum, zip(*log.paces, strict=True))
+        usual = median(seconds / steps for steps, seconds in log.paces)
+        lines = [(steps, seconds) for steps, seconds in log.paces if seconds <= 4 * usual * steps]  # without pauses
+        steps, seconds = map(sum, zip(*lines, strict=True))
         speed = Throughput(plan.tokens_per_step * steps / seconds, "")
         last = SCORING_COST * self.forecast.store.metadata.val.tokens / speed.tokens_per_second  # of the whole split
         validations = (self.forecast.seconds(speed, tokens=0) - last) / plan.max_steps  # seconds of each step
