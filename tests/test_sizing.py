@@ -59,6 +59,7 @@ def test_the_verdict_has_the_numbers_of_budget_and_need(monkeypatch):
     price, amount = price_of("", "a100-40gb", None, 1), BudgetArguments("120units").amount
     costs = "12.00 hours cost 9.60 dollars or 96.00 Colab units (prices of May 2026)"
     assert price.verdict(amount, 12 * 3600) == f"120 units available, 96 needed: sufficient, 20% margin; {costs}"
+    assert " 4,800 needed: NOT sufficient" in price.verdict(amount, 600 * 3600)
     assert "144 needed: NOT sufficient, 20% too little" in price.verdict(amount, 18 * 3600)
     assert price_of("NVIDIA A100-SXM4-80GB", None, None, 2).units == 16
     monkeypatch.setattr("training.runtime.price.IN_COLAB", True)
@@ -153,6 +154,10 @@ def test_a_budget_for_a_pretrained_model_has_the_same_rate_from_flags_and_files(
     of_flags = choice(store, " ".join(flags(**settings)), 1e8).config.optim
     assert (of_flags.learning_rate, of_flags.min_learning_rate) == (1e-4, 0.0)
     assert choice(store, f"--config {tmp_path / 'a.yaml'}", 1e8).config.optim == of_flags
+    lower = choice(store, " ".join(flags(**settings, learning_rate=5e-5)), 1e8).config.optim
+    assert (lower.learning_rate, lower.min_learning_rate) == (5e-5, 0.0)
+    sentence = "min_learning_rate is 0.01; it must be between 0 and learning_rate, 0.0001"
+    assert_user_error(sentence, choice, store, " ".join(flags(**settings, min_learning_rate=0.01)), 1e8)
 
 
 @pytest.mark.parametrize(
@@ -413,6 +418,8 @@ def test_the_length_follows_from_the_measured_speed():
     others: 0.6 s per step."""
     log = SimpleNamespace(paces=[(10, 5.0), (10, 5.0)])
     assert pacer(100, 1000.0)._corrected(20, log) == pytest.approx(20 + 950 / 0.6, abs=1)
+    paused = SimpleNamespace(paces=[*log.paces, *log.paces, (1, 1e5)])  # the pause does not repeat itself
+    assert pacer(100, 1000.0)._corrected(20, paused) == pacer(100, 1000.0)._corrected(20, log)
     assert pacer(100, -5.0)._corrected(20, log) == 21
     assert pacer(100, 1e6)._corrected(20, log) == 5000  # of 1,000 tokens: more are not useful with the text
     assert pacer(100, 1000.0)._corrected(1, SimpleNamespace(paces=[])) == 100

@@ -176,6 +176,8 @@ class TrainConfig:
     def problems(self) -> Iterator[str]:
         """Yield the problems that can be found without access to the data or the device."""
         parts = (self.run, self.length, self.budget, self.batch, self.optim, self.settings, self.logging, self.cost)
+        if self.budget.chooses and not {"learning_rate", "min_learning_rate"} <= self.given:  # `resolve` checks them
+            parts = tuple(part for part in parts if part is not self.optim)
         for part in parts:
             yield from part.problems()
         yield from self.backup.problems(self.run.output_dir)

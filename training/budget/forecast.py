@@ -235,7 +235,8 @@ def advice(forecast: Forecast) -> Iterator[str]:
         text = f"beyond about {most}, the loss on new text rises: use fewer, or more text."
         yield f"The run trains for {epochs:.1f} epochs; {text}"
     is_new = config.run.init_from is None  # scaling laws are for new models, and exclude smaller ones
-    if is_new and N >= FILLS_A_GPU and forecast.tokens < N * scaling.RATIOS["modern"] / 10:
+    has_text_left = round(plan.epoch(plan.max_steps)) < most  # otherwise, a smaller model has no more tokens
+    if is_new and has_text_left and N >= FILLS_A_GPU and forecast.tokens < N * scaling.RATIOS["modern"] / 10:
         text = "tokens per parameter are few: a smaller model would reach a lower loss in the same time."
         yield f"{forecast.tokens / N:.2g} {text}"
     # The last validation scores the whole split in any case.

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from common.command_line import fill
-from common.errors import UserError, counted
+from common.errors import Problems, UserError, counted
 from common.settings_file import read_yaml
 from modeling_gpt2scratch import GPT2ScratchConfig
 from tokenizer.corpus.units import Corpus
@@ -19,6 +19,7 @@ from training.budget.earlier import EarlierRun
 from training.budget.throughput import Throughput, assumed_speed, measure_speed, validation_tokens
 from training.config import CHOICES, LENGTHS, PRESETS, TrainConfig
 from training.log.speed import flops_per_token
+from training.plan.memory import USABLE
 from training.preflight import available_memory, make_plan, open_data
 from training.runtime.console import printer
 from training.runtime.device import Setup
@@ -166,7 +167,9 @@ def resolve(
     if adds_steps and run.step:
         most_steps = int(sizing.option.most_tokens / settings["tokens_per_step"])
         settings = settings | {"max_steps": max(run.step, min(run.step + settings["max_steps"], most_steps))}
-    return config.with_settings(settings), sizing
+    config = config.with_settings(settings)
+    Problems(config.optim.problems()).refuse()
+    return config, sizing
 
 
 def require_price(config: TrainConfig, accelerator: Accelerator) -> None:
@@ -237,7 +240,8 @@ class Sizer:
         depth = config.budget.depth or self.given.get("n_layer") or math.ceil(width / WIDTH)
         fitting = [each for each in range(1, DEEPEST + 1) if WIDTH * each % heads == 0]
         self.depths = [depth] if depth else fitting or range(1, DEEPEST + 1)
-        is_short = (self._length(scaling.SMALLEST_BATCH) or 0) <= scaling.CIRCUIT_TOKENS
+        batch = self.given.get("tokens_per_step", scaling.SMALLEST_BATCH)
+        is_short = (self._length(batch) or 0) <= scaling.CIRCUIT_TOKENS
         has_circuit = self.family == "modern" and self.is_bpe and is_short and not config.run.init_from
         has_circuit &= self.given.get("induction_init", True)
         has_circuit &= not any(induction_problems(self._arguments(self.depths[-1])))  # a model of one layer has none
@@ -298,7 +302,8 @@ class Sizer:
 
         def is_possible(depth: int) -> bool:
             model = self._model(depth)
-            return self._bytes(model) <= self.memory and size_of(model).products <= largest
+            fits = depth == self.depths[0] or self._bytes(model) <= USABLE * self.memory  # activations take the rest
+            return fits and size_of(model).products <= largest
 
         options = (self._option(depth, factor) for depth in takewhile(is_possible, self.depths))
         return min(filter(None, options), key=lambda option: option.deficit, default=None)

@@ -104,7 +104,8 @@ class Price:
         costs = {"dollars": self.dollars, "Colab units": self.units}
         prices = [f"{hours * price:,.2f} {name}" for name, price in costs.items() if price is not None]
         source = f"; {hours:,.2f} hours cost {' or '.join(prices)} ({self.source})" if prices else ""
-        return f"{amount} available, {share * amount.number:,.3g} needed: {state}{source}"
+        needed = share * amount.number
+        return f"{amount} available, {needed:{',.0f' if needed >= 1000 else '.3g'}} needed: {state}{source}"
 
 
 def price_in_log(device: str, hourly_price: float | None, processes: int) -> Price:
