@@ -97,6 +97,7 @@ def test_glob_finds_every_file_once_in_a_fixed_order(tmp_path):
         write(tmp_path / name, name)
     for link in ("deep/loop", "en/loop"):  # the paths through both never end
         (tmp_path / link).symlink_to(tmp_path)
+    (tmp_path / "a loop").symlink_to(tmp_path / "a loop")
     (tmp_path / "linked").mkdir()
     write(tmp_path / "linked" / "e.txt", "elsewhere")
     (tmp_path / "linked").rename(tmp_path.with_name("elsewhere"))

@@ -142,10 +142,13 @@ def _folders(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
     if (path := os.path.realpath(folder)) in above:
         return
     yield folder
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if not entry.name.startswith(".") and entry.is_dir():
-                yield from _folders(entry.path, (*above, path))
+    try:
+        with os.scandir(folder) as entries:
+            folders = [entry.path for entry in entries if entry.name[0] != "." and os.path.isdir(entry.path)]
+    except OSError:
+        return
+    for inner in folders:
+        yield from _folders(inner, (*above, path))
 
 
 def _saved_by_datasets(folder: str, names: set[str]) -> set[str] | None:
