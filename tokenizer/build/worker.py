@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import unicodedata
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -146,12 +147,16 @@ class UnitProcessor:
         self.heads = {part.path: part for part in ranges if part.start == 0 and part.stop is not None}
 
     def normalized_size(self, texts: list[bytes]) -> int:
-        """Return the bytes of texts as the tokenizer normalizes them, such as `,` for a wide comma of three bytes. What
-        it deletes is lost: a character has at least one byte."""
+        """Return the bytes of texts as the tokenizer normalizes them, such as `,` for a wide comma of three bytes, with
+        the characters that it deletes, except blanks and accents."""
         if self.normalizer is None:
             return sum(map(len, texts))
-        pairs = ((text, self.normalizer.normalize_str(text)) for text in map(bytes.decode, texts))
-        return sum(max(len(text), len(normalized.replace("▁", " ").encode())) for text, normalized in pairs)
+        normalize, size = self.normalizer.normalize_str, 0
+        for text in map(bytes.decode, texts):
+            size += len(normalize(text).replace("▁", " ").encode())
+            deleted = (c for c in {*text} if not (c.isspace() or unicodedata.combining(c) or normalize(c)))
+            size += sum(len(c.encode()) * text.count(c) for c in deleted)
+        return size
 
     def process(self, number: int, limit: Limit = NO_LIMIT) -> Part:
         """Process a unit, up to the limit. Raise a `UserError` for unreadable or unknown text, or a full disk."""
