@@ -95,7 +95,12 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, st
         return encode(tokenizer, text)
     first_characters, ids = {mask: character for character, mask in masks.items()}, []
     tokenizer = copy.deepcopy(tokenizer)  # for `split_special_tokens`, a flag that other threads would see
-    for i, part in enumerate(control.split(text)):  # text, control token, text, ..., text
+    parts = control.split(text)  # text, control token, text, ..., text
+    tokens = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
+    for i in range(1, len(parts), 2):  # a control token may take the blanks next to it
+        parts[i - 1] = parts[i - 1].rstrip() if tokens[parts[i]].lstrip else parts[i - 1]
+        parts[i + 1] = parts[i + 1].lstrip() if tokens[parts[i]].rstrip else parts[i + 1]
+    for i, part in enumerate(parts):
         ids += encode(tokenizer, part.translate(first_characters), split_special_tokens=i % 2 == 0)
         if getattr(tokenizer.backend_tokenizer.pre_tokenizer, "prepend_scheme", None) == "first":
             tokenizer.backend_tokenizer.pre_tokenizer.prepend_scheme = "never"  # for the parts after the first one

@@ -184,11 +184,13 @@ class RustEncoder:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts. Raise a `UserError` for unknown text if the tokenizer has no token for it."""
         try:
-            encodings = self.rust.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
-            later = [i for i, is_start in enumerate(starts) if not is_start]
-            if later and (rust := within_text(self.rust)) is not self.rust:
-                others = rust.encode_batch_fast([texts[i].decode() for i in later], add_special_tokens=False)
-                for i, encoding in zip(later, others, strict=True):
+            strings, later = [text.decode() for text in texts], within_text(self.rust)
+            is_first = [later is self.rust or start for start in starts] or [True] * len(texts)
+            encodings = [None] * len(texts)
+            for rust, value in ((self.rust, True), (later, False)):
+                places = [i for i, first in enumerate(is_first) if first == value]
+                part = rust.encode_batch_fast([strings[i] for i in places], add_special_tokens=False)
+                for i, encoding in zip(places, part, strict=True):
                     encodings[i] = encoding
         except Exception as error:  # the Rust library raises no narrower class
             raise UserError(f"The tokenizer cannot encode this text ({error}); use another tokenizer.") from error
