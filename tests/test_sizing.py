@@ -420,6 +420,8 @@ def test_the_length_follows_from_the_measured_speed():
     assert pacer(100, 1000.0)._corrected(20, log) == pytest.approx(20 + 950 / 0.6, abs=1)
     paused = SimpleNamespace(paces=[*log.paces, *log.paces, (1, 1e5)])  # the pause does not repeat itself
     assert pacer(100, 1000.0)._corrected(20, paused) == pacer(100, 1000.0)._corrected(20, log)
+    slower = SimpleNamespace(paces=[(10, 5.0)] * 6 + [(10, 50.0)] * 2)  # 130 s for the last validation
+    assert pacer(100, 1000.0)._corrected(80, slower) == pytest.approx(80 + 860 / (1.625 - 0.8), abs=1)
     assert pacer(100, -5.0)._corrected(20, log) == 21
     assert pacer(100, 1e6)._corrected(20, log) == 5000  # of 1,000 tokens: more are not useful with the text
     assert pacer(100, 1000.0)._corrected(1, SimpleNamespace(paces=[])) == 100

@@ -14,6 +14,7 @@ from training.runtime.distributed import on_main
 from training.step.optim import SECOND_TARGET_SHARE
 
 FINAL = 0.35  # part of the steps after which their number is final; the rates fall from 40% on
+PAUSE = [False, True, False]  # whether three log lines are slow
 SPARE = 0.01  # part of the time left that is kept for variations of speed
 
 
@@ -59,7 +60,10 @@ class Pacer:
         if not log.paces:
             return plan.max_steps
         usual = median(seconds / steps for steps, seconds in log.paces)
-        lines = [(steps, seconds) for steps, seconds in log.paces if seconds <= 4 * usual * steps]  # without pauses
+        is_slow = [False, *(seconds > 4 * usual * steps for steps, seconds in log.paces), False]
+        # Without single slow lines, which are pauses. Two may be those of a slower machine.
+        lines = zip(log.paces, is_slow, is_slow[1:], is_slow[2:], strict=False)
+        lines = [pace for pace, *slow in lines if slow != PAUSE]
         steps, seconds = map(sum, zip(*lines, strict=True))
         speed = Throughput(plan.tokens_per_step * steps / seconds, "")
         last = SCORING_COST * self.forecast.store.metadata.val.tokens / speed.tokens_per_second  # of the whole split
