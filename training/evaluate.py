@@ -59,7 +59,7 @@ def store_and_masking(
         if data is None:
             raise UserError(f"{error} For another model, name a token store with --{flag}.") from error
         return TokenStore(data), False  # a model that is not in a run folder
-    config = read_config(["--resume_from_checkpoint", str(run_folder)])
+    config = read_config(["--resume_from_checkpoint", str(run_folder.absolute())])
     if data is not None:
         return TokenStore(data), config.batch.mask_documents
     store = identity = None  # of what the newest checkpoint recorded, if it still exists: its text may have changed

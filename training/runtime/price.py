@@ -105,7 +105,7 @@ class Price:
         prices = [f"{hours * price:,.2f} {name}" for name, price in costs.items() if price is not None]
         source = f"; {hours:,.2f} hours cost {' or '.join(prices)} ({self.source})" if prices else ""
         needed = share * amount.number
-        return f"{amount} available, {needed:{',.0f' if needed >= 1000 else '.3g'}} needed: {state}{source}"
+        return f"{amount} available, {needed:{',.0f' if needed >= 999.5 else '.3g'}} needed: {state}{source}"
 
 
 def price_in_log(device: str, hourly_price: float | None, processes: int) -> Price:
