@@ -178,10 +178,8 @@ def in_short(number: int) -> str:
 
 
 def _training(run: RunFolder, checkpoint: Path) -> Training:
-    state, config = (
-        checkpoints.load_state(checkpoint),
-        read_config(["--resume_from_checkpoint", str(run.path.absolute())]),
-    )
+    state = checkpoints.load_state(checkpoint)
+    config = read_config(["--resume_from_checkpoint", str(run.path.absolute())])
     validations = {entry["step"]: entry for entry in read_metrics(run.metrics) if "eval_loss" in entry}
     return Training(
         step=state.position.step,

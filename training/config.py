@@ -232,10 +232,9 @@ def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lam
 
 
 def _with_homes(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings in which `~` of the folders of runs is expanded: a shell expands neither `--output_dir=~/x` nor a
-    file."""
-    folders = {name: settings[name] for name in RUN_FOLDERS & settings.keys() if settings[name] is not None}
-    return settings | {name: os.path.expanduser(folder) for name, folder in folders.items()}
+    """Return settings with `~` expanded in the folders of runs. A shell leaves it in `--output_dir=~/x`."""
+    is_folder = {name: name in RUN_FOLDERS and value is not None for name, value in settings.items()}
+    return {name: os.path.expanduser(value) if is_folder[name] else value for name, value in settings.items()}
 
 
 def _given(flags: dict[str, Any], file: dict[str, Any]) -> TrainConfig:

@@ -149,8 +149,6 @@ class UnitProcessor:
     def normalized_size(self, texts: list[bytes]) -> int:
         """Return the bytes of texts as the tokenizer normalizes them, such as `,` for a wide comma of three bytes, with
         the characters that it deletes, except blanks and accents."""
-        if self.normalizer is None:
-            return sum(map(len, texts))
         normalize, size = self.normalizer.normalize_str, 0
         for text in map(bytes.decode, texts):
             size += len(normalize(text).replace("▁", " ").encode())
@@ -261,8 +259,10 @@ class PartWriter:
             rows[name] = column
         if self.processor.lengths is not None:
             n_bytes = int(self.processor.lengths[ids].sum())
-            if n_bytes < self.batch_bytes:  # otherwise, the texts need not be normalized a second time
-                self.lost_bytes += max(0, min(self.batch_bytes, self.processor.normalized_size(texts)) - n_bytes)
+            size = self.batch_bytes
+            if n_bytes < size and self.processor.normalizer is not None:  # normalizing a second time takes long
+                size = min(size, self.processor.normalized_size(texts))
+            self.lost_bytes += max(0, size - n_bytes)
         for split, file in self.files.items():
             mask = rows["val"] == (split == "val")
             chosen_ids = ids if mask.all() else ids[np.repeat(mask, counts)]

@@ -293,7 +293,7 @@ def earlier_run(arguments: RunArguments, backup_dir: str | None) -> RunFolder | 
     is_restart = restarted().get("has_begun")
     if arguments.overwrite_output_dir and not is_restart:
         return None
-    run, steps = arguments.folder, {}  # by folder
+    run, steps = arguments.folder, {}
     has_backup = backup_dir is not None and not is_restart
     for folder in [run, *([RunFolder(_backup_folder(backup_dir, run.path))] if has_backup else [])]:
         with suppress(OSError):  # the drive of the backup may be gone
