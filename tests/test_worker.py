@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from threading import Timer
 
 import psutil
 import pytest
@@ -150,13 +151,13 @@ def test_spawned_processes_all_start_and_end(monkeypatch):
 
 
 def test_killed_worker_is_reported_in_one_sentence(planned):
-    def kill_one(part: Part) -> None:
-        multiprocessing.active_children()[0].kill()
-
     sentence = r"^A worker process was killed, often because memory ran out\. .*--num_proc 1 uses the least memory\.$"
     with closing(Workers(2)) as workers:
         workers.start(20)
-        assert_user_error(sentence, lambda: list(map(kill_one, workers.process(planned.work, list(range(20))))))
+        for process in workers.processes:
+            os.kill(process.pid, signal.SIGSTOP)  # no unit can be done before the kill
+        Timer(0.2, process.kill).start()
+        assert_user_error(sentence, lambda: list(workers.process(planned.work, list(range(20)))))
     wait_until(lambda: not multiprocessing.active_children())
 
 
