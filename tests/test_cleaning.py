@@ -69,6 +69,7 @@ CASES = {
         *((text, text) for text in NO_TAGS),
         ("AT&amp;T &lt;3 &amp;amp;eacute; &#39;&#x4e2d;&#39; C&#35;", "AT&T <3 é '中' C#"),
         ("a&shy;b&#8203;c &#13;d&#0;", "abc\nd"),
+        ('<p data-x="{&quot;a&quot;:1}">b &lt;i&gt;c&lt;/i&gt;</p>', "b c"),
         ("&foo; &copy ?a=1&b=2;", "&foo; &copy ?a=1&b=2;"),
         ("a\n----\n  ****\n|\n= = =\n...\n}\n#!\nb", "a\n...\n}\n#!\nb"),
         ("No!!!!!! Well..... 好。。。。。。 -----", "No!!! Well... 好。。。 ---"),
