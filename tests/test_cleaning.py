@@ -139,7 +139,7 @@ QUALITY = [
     ("bullets", "\n• ".join(lines(10)), "• " + "\n  - ".join(lines(10))),
     ("ellipsis_lines", "..\n".join(lines(4)) + "\n" + "\n".join(lines(6, 200)), "..\n".join(lines(10))),
     ("unended_lines", "\n".join(lines(25, ended=3)), "\n".join(lines(25, ended=2))),
-    ("unended_lines", "\n".join(lines(25, ended=3)).replace(".", ".\u200f"), "\n".join(lines(25, ended=2))),
+    ("unended_lines", "\n".join(lines(25, ended=3)).replace(".", ". \u200f"), "\n".join(lines(25, ended=2))),
     ("letters", line([*map(str, range(100, 120)), *words(80)]), line([*map(str, range(100, 121)), *words(80)])),
     ("repeated_paragraphs", "\n\n".join(PAIRS + 4 * YES), "\n\n".join(PAIRS + 5 * YES)),
     ("repeated_lines", "\n".join(lines(6) + 4 * YES), "\n".join(lines(6) + 5 * YES)),

@@ -9,7 +9,7 @@ from itertools import filterfalse
 
 import numpy as np
 
-from tokenizer.cleaning.characters import UNSPACED_CHARACTER, UNSPACED_CLASS
+from tokenizer.cleaning.characters import BLANKS, UNSPACED_CHARACTER, UNSPACED_CLASS
 
 # Gopher's range, 3 to 10, is for English. Pages of translated program messages, 20 messages each, have means of 5.6 to
 # 9.8 in German, 6.1 to 11.2 in Finnish, 7.9 to 10.3 in Malayalam and 2.7 to 6.6 in Korean. Lists of URLs and hashes and
@@ -123,7 +123,7 @@ def _has_odd_words(page: Page) -> bool:
 def _is_ended(line: str) -> bool:
     """Return whether a line ends a sentence. Direction marks and zero-width spaces after its last character count as
     blanks."""
-    return line.rstrip("\u200b\u200e\u200f\u202c\u2069\ufeff")[-1:] in ENDS
+    return line.rstrip(f"\u061c\u200b\u200e\u200f\u202c\u2069\ufeff{BLANKS}")[-1:] in ENDS
 
 
 # The first filter that returns true drops the document; slow filters come last. Limits are from Gopher (Rae et al.
