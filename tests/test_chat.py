@@ -10,7 +10,7 @@ from test_encode import of_pieces
 from tokenizers import AddedToken, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from conftest import CHATML_TOKENS, assert_one_sentence, assert_user_error, tokenized
+from conftest import CHATML_TOKENS, assert_one_sentence, assert_user_error
 from modeling_gpt2scratch.prompts import chat_ids, turn_end
 from tokenizer import pretokenize
 from tokenizer.corpus.chat import CHATML, MASKS, ChatTemplate, normalized
@@ -231,6 +231,10 @@ def test_the_marks_of_a_template_file_are_control_tokens(tmp_path):
         tmp_path / "own.jinja",
         "{% for m in messages %}{{ bos_token + '<|' + m.role + '|>' + m.content }}<|end|>{% endfor %}",
     )
-    path = write_records(tmp_path / "a.jsonl", [{"messages": CHAT}] * 40)
-    tokenizer = tokenized(path, tmp_path / "store", {"chat_template": str(template)}, vocab_size=300).load_tokenizer()
+    swapped = [CHAT[0] | {"role": "assistant"}, CHAT[1] | {"role": "user"}]
+    path = write_records(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": swapped}] * 20)
+    settings = {"chat_template": str(template), "vocab_size": 300, "dedup": "exact"}
+    store = pretokenize(path, tmp_path / "store", **settings, quiet=True)
+    assert store.metadata.repeated_documents == 38, "chats with other roles are no repeats"
+    tokenizer = store.load_tokenizer()
     assert {str(token) for token in tokenizer.added_tokens_decoder.values()} >= {"<|user|>", "<|assistant|>", "<|end|>"}

@@ -242,6 +242,8 @@ class PartWriter:
         if self.settings.dedup == "no":
             return ()
         self.digest.update(utf8)
+        if piece.control is not None:  # chats also differ in the roles of their messages
+            self.digest.update(b"\xff" + piece.control.encode())
         digest = divmod(self.digest.intdigest(), 1 << 64)
         if self.processor.min_hasher is None:
             return digest
