@@ -79,6 +79,16 @@ def test_small_text_is_not_estimated(tmp_path):
     assert estimated(tmp_path / "a.txt", tmp_path) is None
 
 
+def test_limit_counts_a_file_that_is_read_in_part_as_a_part_of_a_document(tmp_path):
+    (tmp_path / "text").mkdir()
+    for number in range(40):
+        (tmp_path / "text" / f"{number}.txt").write_text(prose(number * 1000, 48_000))
+    made = pretokenize(recipe(tmp_path / "text", max_documents=4), tmp_path / "made", lambda line: None).metadata
+    whole = estimated(tmp_path / "text", tmp_path, max_documents=4).whole.metadata
+    tokens = made.train.tokens + made.val.tokens
+    assert whole.train.tokens + whole.val.tokens == pytest.approx(tokens, rel=0.04)
+
+
 def test_errors_name_the_sample(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 and more of it \n" * 10_000)
     sentence = r"^In a sample of .*a.txt: it is not UTF-8 text: [0-9,]+ of .* in .*/a.txt, line 1; convert it to UTF"

@@ -41,6 +41,7 @@ class SampledCorpus(Corpus):
     """Evenly spread sample of the files of one input. `size` counts all; `text_sizes`, after `units`, the sample."""
 
     quota = sample_size = skipped_size = 0.0  # bytes of files so far
+    missing_documents = 0.0  # shares of the files, each one document, that the sample leaves out
 
     def units(self) -> list[Unit]:
         parts = [part for unit in super().units() for part in unit.ranges]
@@ -78,6 +79,8 @@ class SampledCorpus(Corpus):
             parts = [replace(part, start=at, stop=at + CHUNK_BYTES if at < last_start else None) for at in starts]
         else:
             parts = [replace(part, limit=int(n_bytes))]
+        if part.kind == "text" and self.arguments.sample_by == "document":
+            self.missing_documents += 1 - n_bytes / file.size
         self.quota, self.sample_size = self.quota - n_bytes, self.sample_size + n_bytes
         return [(0, part) for part in parts]
 
@@ -123,16 +126,17 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
             problem = re.sub(f"^{re.escape(recipe.inputs[0])}", "it", str(error))
             raise UserError(f"In a sample of {data}: {problem}") from error
         planning_seconds, work_seconds = times[1] - times[0], time.perf_counter() - times[1]
-    metadata, counts = store.metadata, store.metadata.counts
+    metadata, counts, documents = store.metadata, store.metadata.counts, store.metadata.counts["documents"]
     if dataset is None:
         size = corpus.size - corpus.skipped_size
+        documents -= corpus.missing_documents
         factor, amount = size / corpus.sample_size, f"{corpus.sample_size / 1e6:,.0f} of {size / 1e6:,.0f} MB"
     elif counts["bytes"] < 0.9 * SAMPLE_BYTES:  # a cut text ends at the last place to cut before the limit
         return None
     else:
         total, number = _records(dataset), sum(counts[name] for name in ("documents", "blank", "empty_records"))
         factor, amount = total / number, f"{number:,} of {total:,} records"
-    factor = min(factor, limit.bytes / counts["bytes"], limit.documents / counts["documents"])
+    factor = min(factor, limit.bytes / counts["bytes"], limit.documents / documents)
     tokens = factor * (metadata.train.tokens + metadata.val.tokens)
     of_split = sum(file.size for file in corpus.all_files if file.val) if limit == NO_LIMIT else 0
     held_out = round(tokens * (of_split / corpus.size if of_split else recipe.corpus.validation_fraction))
