@@ -274,7 +274,7 @@ def test_report_lists_left_out_text_with_examples(inspected):
     text = (inspected / "report.md").read_text(encoding="utf-8")
     assert "302 documents found, 300 in the store; " in text
     assert re.search(r"- 2 records without text \(\S*/a\.jsonl, byte [\d,]+\)\n", text)
-    assert "### lenient.invisible: 300 documents changed, 300 characters removed" in text
+    assert "### lenient.invisible: 300 changes, 300 characters removed" in text
     section = text.split("### lenient.invisible")[1].split("\n\n")[1]
     examples = section.splitlines()
     assert len(examples) == 3

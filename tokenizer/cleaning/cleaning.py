@@ -57,7 +57,7 @@ class CleaningArguments:
 class RuleStats:
     """Effect of one rule on the documents of a run."""
 
-    documents: int = 0  # number of changed or dropped documents; each piece of a long document counts
+    documents: int = 0  # number of changed or dropped documents; each piece of a long document or chat counts
     characters: int = 0  # number of removed characters, including dropped documents
     # The first three: text before and after the first change, or the beginning of a dropped document.
     examples: list[str] = field(default_factory=list)
