@@ -65,9 +65,11 @@ def write_runs(path: Path, head: dict[str, Any], runs: dict[str, dict[str, Any]]
     write_atomic(path, "".join(json.dumps(line) + "\n" for line in [head, *runs.values()]))
 
 
-def require_same_machine(path: Path, head: dict[str, Any], names: tuple[str, ...] = ("device", *PACKAGES)) -> None:
-    """Raise a `UserError` if one of `names` differs from the device and the packages of the runs in a file."""
-    now = about("", [])
+def require_same_conditions(
+    path: Path, head: dict[str, Any], names: tuple[str, ...] = ("device", *PACKAGES), **text: Any
+) -> None:
+    """Raise a `UserError` if one of `names`, or of the values of `text`, differs from the runs in a file."""
+    now, names = about("", []) | text, (*names, *text)
     if changed := [f"{name} {head[name]}, now {now[name]}" for name in names if head[name] != now[name]]:
         raise UserError(f"{path.name} was measured with {'; '.join(changed)}: use the same, or delete the file.")
 

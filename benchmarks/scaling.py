@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
 from benchmarks.performance import DOCS, measured_on, table, with_results
-from benchmarks.results import RESULTS, about, as_flags, key, read_runs, require_same_machine, run_python, write_runs
+from benchmarks.results import RESULTS, about, as_flags, key, read_runs, require_same_conditions, run_python, write_runs
 from common import command_line
 from common.errors import UserError
 from common.limits import setting
@@ -159,7 +159,6 @@ def main(arguments: list[str]) -> None:
     began = time.monotonic()
     head, found = read_runs(PATH, "run")
     head = head or about("scaling", arguments) | {"data": "python-standard-library", "vocab_size": 2048}
-    require_same_machine(PATH, head)
 
     def work(run: Run) -> None:
         if time.monotonic() - began > 3600 * options.hours:
@@ -170,11 +169,14 @@ def main(arguments: list[str]) -> None:
         print(f"{key(run)}: {row['eval_bits_per_byte']:.4f} bits per byte, {row['seconds']:.0f} s", flush=True)
 
     if options.hours:
+        require_same_conditions(PATH, head)
         missing = {key(run): run for run in plan() if key(run) not in found}
         with ThreadPoolExecutor(options.workers) as pool:
             list(pool.map(work, missing.values()))  # raises the error of a failed run
         if missing.keys() - found.keys():
             raise UserError("The plan is not finished; run the same command again to resume it.")
+    elif any(key(run) not in found for family in LADDER for run in ladder(family)):
+        raise UserError("The plan is not finished; run it without --hours 0.")
     (DOCS / "budget.md").write_text(page(), encoding="utf-8")
     draw(found)
     print("docs/budget.md is written.")

@@ -29,7 +29,7 @@ from benchmarks.results import (
     as_flags,
     key,
     read_runs,
-    require_same_machine,
+    require_same_conditions,
     run_python,
     write_runs,
 )
@@ -129,7 +129,8 @@ def train(options: SmallDataArguments, arguments: list[str]) -> None:
     head, runs = read_runs(path, "run")
     facts = {"data": store.name, "train_tokens": tokens_of(store), "commit": results.commit()}
     head = head or about("small_data", arguments) | facts
-    require_same_machine(path, head, PACKAGES)  # the FLOPs decide the steps, on any machine
+    # On any machine, because the FLOPs decide the steps. A text of the same name may have changed.
+    require_same_conditions(path, head, PACKAGES, train_tokens=tokens_of(store))
     if model := options.init_from:
         same_text = token_store(options, model)
         arms[f"`--init_from {model}`"] = {"data": same_text, "init_from": model}
@@ -157,6 +158,7 @@ def page() -> str:
     origins = [*heads, *(run for _, runs in files for run in runs.values() if "device" in run)]
     about_all = {"command": "python -m benchmarks.small_data --data TEXT"}
     about_all["device"] = " or ".join(sorted({origin["device"] for origin in origins}))
+    about_all["torch"] = " or ".join(sorted({head["torch"] for head in heads}))
     dates = sorted(origin["date"] for origin in origins)
     about_all["date"] = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
     measured = measured_on(heads[-1] | about_all, RESULTS / FILES)
@@ -166,13 +168,15 @@ def page() -> str:
 def rows_of(path: Path) -> list[list[str]]:
     """Return a row for each kind of run in a result file."""
     head, runs = read_runs(path, "run")
-    rows = []
-    for arm in sorted({run["run"]["arm"] for run in runs.values()}, key=lambda arm: [*ARMS, arm].index(arm)):
-        of_arm = [run for run in runs.values() if run["run"]["arm"] == arm]
+    rows, kinds = [], dict.fromkeys((run["run"]["arm"], run["run"].get("flops")) for run in runs.values())
+    budgets = {flops for _, flops in kinds if flops}
+    for arm, flops in sorted(kinds, key=lambda kind: ([*ARMS, kind[0]].index(kind[0]), kind[1] or 0)):
+        of_arm = [run for run in runs.values() if (run["run"]["arm"], run["run"].get("flops")) == (arm, flops)]
         bits = [run["bits_per_byte"] for run in of_arm]
         error = f" ± {stdev(bits) / len(bits) ** 0.5:.4f}" if len(bits) > 1 else ""
         shape = [f"{of_arm[0]['settings']['n_layer']}", f"{of_arm[0]['epochs']:.1f}"]
-        rows.append([head["data"], arm, *shape, f"{mean(bits):.4f}{error}"])
+        name = f"{arm}, {flops:g} FLOPs" if flops and len(budgets) > 1 else arm
+        rows.append([head["data"], name, *shape, f"{mean(bits):.4f}{error}"])
     if model := head.get("pretrained"):
         rows.append([head["data"], f"`{model['model']}`, untrained", "", "0", f"{model['bits_per_byte']:.4f}"])
     return rows

@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import results
 from benchmarks.performance import DOCS, measured_on, table, with_results
-from benchmarks.results import as_flags, device_kind, key, read_runs, require_same_machine, run_python, write_runs
+from benchmarks.results import as_flags, device_kind, key, read_runs, require_same_conditions, run_python, write_runs
 from common import command_line
 from common.errors import UserError
 from common.limits import setting
@@ -260,15 +260,23 @@ def token_store(data: str) -> str:
     return store
 
 
+def metadata_of(data: str) -> dict[str, Any]:
+    return json.loads((Path(token_store(data)) / "metadata.json").read_text(encoding="utf-8"))
+
+
 def begin(options: ProofArguments, arguments: list[str]) -> dict[str, Any]:
     """Return the head of a new result file."""
-    metadata = json.loads((Path(token_store(options.data)) / "metadata.json").read_text(encoding="utf-8"))
-    tokens = min(options.tokens or TOKENS, metadata["train"]["tokens"]) // UNIT * UNIT
+    metadata = metadata_of(options.data)
+    longest = min(options.tokens or TOKENS, metadata["train"]["tokens"])
+    tokens = longest // UNIT * UNIT
+    if tokens == 0:
+        raise UserError(f"The longest run has {longest:,} tokens, but the plan needs {UNIT:,}; use more of them.")
     text = {"data": name_of(options.data), "vocab_size": metadata["vocab_size"], "sha256": metadata["train"]["sha256"]}
     head = results.about("tokens_to_loss", arguments) | text | {"tokens": tokens, "seed": options.seed}
     if options.settings_of is None:
         return head
-    stages, _ = progress(*read_runs(results.RESULTS / f"tokens-to-loss-{options.settings_of}-cpu.jsonl", "settings"))
+    tuned = read_runs(results.RESULTS / f"tokens-to-loss-{name_of(options.settings_of)}-cpu.jsonl", "settings")
+    stages = progress(*tuned)[0] if tuned[0] else {}
     if RESULT not in stages:
         raise UserError(f"No finished plan for {options.settings_of} is in benchmarks/results; run it first.")
     return head | {"tuned": {name: stages[RESULT].rows[f"{name}, 1/2 of the tokens"][0] for name in FAMILIES}}
@@ -288,7 +296,7 @@ def main(arguments: list[str]) -> None:
         if sum(spent) + len(batch) * max(spent, default=0) >= 3600 * options.budget_hours:
             print(f"The budget ends before the stage {stage.title!r}: {sum(spent) / 3600:.2f} CPU-hours are spent.")
             break
-        require_same_machine(path, head)
+        require_same_conditions(path, head, sha256=metadata_of(options.data)["train"]["sha256"])
         with ThreadPoolExecutor(options.workers) as pool:
             futures = [pool.submit(measure, each, token_store(options.data)) for each in batch]
             for done in as_completed(futures):

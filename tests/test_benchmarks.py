@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from benchmarks import contestants, performance, results, scaling, speedrun, tokens_to_loss, train_step
+from benchmarks import contestants, performance, results, scaling, small_data, speedrun, tokens_to_loss, train_step
 from benchmarks.contestants import Measurement, Rung, compete
 from benchmarks.ladder import LADDER, WITHOUT_ONE
 from benchmarks.workload import Workload, make_store
@@ -17,7 +17,8 @@ from conftest import REPOSITORY, assert_user_error, flags
 
 
 @pytest.mark.parametrize(
-    ("name", "pages"), [("performance", performance), ("tokens_to_loss", tokens_to_loss), ("budget", scaling)]
+    ("name", "pages"),
+    [("performance", performance), ("tokens_to_loss", tokens_to_loss), ("budget", scaling), ("small_data", small_data)],
 )
 def test_a_page_matches_its_results(name, pages):
     assert (REPOSITORY / "docs" / f"{name}.md").read_text(encoding="utf-8") == pages.page()
@@ -131,3 +132,16 @@ def test_speedrun_entries_are_compared_and_their_settings_confined(tmp_path):
     sentence = "is not an entry of this speedrun \\(it lacks bits_per_byte, cpu"
     assert_user_error(sentence, speedrun.main, ["--verify", str(tmp_path / "theirs.json")])
     assert_user_error("Name --output for a new entry", speedrun.main, [])
+
+
+def test_small_data_has_a_row_per_budget_and_refuses_another_text(tmp_path):
+    settings = {"settings": {"n_layer": 3}, "epochs": 4.0}
+    runs = [{"arm": "`--budget`", "seed": seed, "flops": flops} for flops in (4e13, 2e13) for seed in (1, 2)]
+    rows = [{"run": run, "bits_per_byte": 6e13 / run["flops"]} | settings for run in runs]
+    path, head = tmp_path / "small-data-my-1mb.jsonl", results.about("", []) | {"data": "my-1mb", "train_tokens": 9}
+    results.write_runs(path, head, {results.key(row["run"]): row for row in rows})
+    bits = {"2e+13": "3.0000 ± 0.0000", "4e+13": "1.5000 ± 0.0000"}
+    expected = [["my-1mb", f"`--budget`, {flops} FLOPs", "3", "4.0", mean] for flops, mean in bits.items()]
+    assert small_data.rows_of(path) == expected
+    sentence = "^small-data-my-1mb.jsonl was measured with train_tokens 9, now 8: use the same, or delete the file"
+    assert_user_error(sentence, results.require_same_conditions, path, head, (), train_tokens=8)
