@@ -11,6 +11,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import modeling_gpt2scratch  # noqa: F401  registers the architecture
 from benchmarks.results import about, device_kind, run_python, write
 from common.command_line import FlagParser, run
+from common.errors import UserError
 from common.limits import setting
 from examples.python_chats import DECLINED, IN_CHATS, IN_PAIRS, MODULE, questions_and_answers
 from examples.python_chats import write as write_data
@@ -89,6 +91,8 @@ class FinetuningArguments:
 
 def main(arguments: list[str]) -> None:
     [options] = FlagParser((FinetuningArguments,), __doc__.splitlines()[0], positional="run").parse(arguments)
+    if missing := [name for name in ("peft", "trl") if find_spec(name) is None]:
+        raise UserError(f"Fine-tuning needs {' and '.join(missing)}: run pip install -e '.[finetuning]'")
     run_folder = options.run
     found = questions_and_answers()
     asked = found[IN_CHATS + IN_PAIRS :][:ASKED]

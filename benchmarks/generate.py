@@ -49,7 +49,7 @@ PROMPT_TOKENS, WARM_UPS = 32, 1 if not ON_GPU else 3
 
 @dataclass
 class GenerateArguments:
-    models: list[Literal["small", "gpt2"]] = setting(list(SHAPES), "Models to measure.")
+    models: list[str] = setting(list(SHAPES), "Models to measure.", choices=list(SHAPES))
     dtype: Literal["float32", "bfloat16"] = setting("float32", "Data type of the weights of all contestants.")
     batch_sizes: list[int] = setting([1, 32], "Texts that are generated at once.", minimum=1)
     repeats: int = setting(5 if ON_GPU else 2, "Timings per process.", minimum=1)

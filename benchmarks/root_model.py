@@ -1,4 +1,4 @@
-"""Train the model in the root of this repository, measure it, and write its files and docs/root_model.md's figures.
+"""Train the model in the root of this repository, measure it, and write its files and recorded figures.
 
 python -m benchmarks.root_model            # train (an unfinished run resumes), measure, write: two hours on two cores
 python -m benchmarks.root_model --check    # train the first 20 steps again and compare their losses: minutes

@@ -23,8 +23,8 @@ from training.checkpoints.metrics import read_events, read_metrics
 class SavingArguments:
     data: str = setting("python-standard-library", "Text, or a token store with a vocabulary of 32,000 tokens.")
     tokens_per_step: int = setting(1024, "Tokens per step.", minimum=1)
-    steps: int = setting(24, "Steps of the run.", minimum=1)
-    save_steps: int = setting(8, "Steps between checkpoints.", minimum=1)
+    steps: int = setting(24, "Steps of the run.", minimum=3)
+    save_steps: int = setting(8, "Steps between checkpoints.", minimum=2)
     torch_compile: str = setting("false", "As in train_accelerate.py.")
 
 

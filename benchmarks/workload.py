@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.results import REPOSITORY
+from common.errors import UserError
 from common.settings_file import read_yaml
 from tokenizer.corpus.documents import Counts
 from tokenizer.store.store import finish, index_file, tokens_file
@@ -44,6 +45,8 @@ class Workload:
     @classmethod
     def of_preset(cls, preset: str, sequences: int, dropout: float) -> "Workload":
         settings = read_yaml(REPOSITORY / "presets" / f"{preset}.yaml")
+        if "n_layer" not in settings or "rope_theta" in settings:
+            raise UserError(f"{preset} is not a preset of GPT-2, which all contestants train; use another one.")
         shape = {name: value for name, value in settings.items() if name in cls.__dataclass_fields__}
         return cls(preset, sequences, dropout, **shape)
 
