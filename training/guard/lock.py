@@ -8,8 +8,9 @@ import errno
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -26,10 +27,17 @@ def locked(folder: str | Path, say: Callable[[str], None] = print, patience: flo
     """Lock a folder inside the `with` block. The holder of the lock has `patience` seconds to end. Raise a `UserError`
     if it does not, or if the file of the lock cannot be written.
     A process that replaces itself (`os.execve`) loses the lock and acquires it again."""
-    place = Path(folder).resolve()
-    # Next to the folder, which may be deleted; inside it if it is a disk, which may be all that containers share.
-    is_own_disk = place.is_dir() and (os.path.ismount(place) or not os.access(place.parent, os.W_OK))
-    path = (place if is_own_disk else place.parent) / f".{place.name}.lock"
+    place, say = Path(folder).resolve(), cache(say)  # without repetitions
+    # Next to the folder, which may be deleted, and in it, where alone a container or another user may write.
+    writable = [parent for parent in (place.parent, place) if os.path.isdir(parent) and os.access(parent, os.W_OK)]
+    with ExitStack() as stack:
+        for parent in writable or [place.parent]:
+            stack.enter_context(_locked(folder, parent / f".{place.name}.lock", say, patience))
+        yield
+
+
+@contextmanager
+def _locked(folder: str | Path, path: Path, say: Callable[[str], None], patience: float) -> Iterator[None]:
     note = path.with_name(f"{path.name}.txt")
     # Without filelock's fallback to a lock that is a file: a killed process would leave it.
     lock = FileLock(path, thread_local=False, fallback_to_soft=False)
