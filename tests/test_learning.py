@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
 
 from conftest import MODERN_RUN, assert_one_sentence, lines, metrics
 from modeling_gpt2scratch.modeling_gpt2scratch import GPT2ScratchMLP
 from training.guard.learning import FAR
-from training.step import loss
+from training.step import loss, optim
 from training.step.loss import linear_cross_entropy
 
 MUON = {"optimizer": "muon", "learning_rate": None, "min_learning_rate": None, "warmup_steps": None}
@@ -40,6 +41,22 @@ def test_weights_that_do_not_change_end_the_run(train, tmp_path, monkeypatch, se
             assert_one_sentence(sentence, train, tmp_path / name, **settings)
     monkeypatch.setattr(AcceleratedOptimizer, "step", lambda self: None)
     assert_one_sentence("No weight has changed", train, tmp_path / "nothing", **settings)
+
+
+def test_optimizers_without_moments_and_parameters_of_one_number_learn(train, tmp_path, monkeypatch):
+    make, forward_pass = GPT2ScratchMLP.__init__, GPT2ScratchMLP.forward
+
+    def make_with_gain(self, config):
+        make(self, config)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GPT2ScratchMLP, "__init__", make_with_gain)
+        patch.setattr(GPT2ScratchMLP, "forward", lambda self, x: self.gain * forward_pass(self, x))
+        train(tmp_path / "gain", logging_steps=4)
+    monkeypatch.setitem(optim.MOMENTS, "adam", ())
+    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, fused: torch.optim.SGD(groups))
+    train(tmp_path / "sgd", logging_steps=4)
 
 
 def test_a_first_loss_far_from_that_of_a_new_model_is_reported(train, tmp_path, monkeypatch, capsys):

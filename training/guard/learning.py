@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from common.errors import UserError
 from training.guard.health import WINDOW, Health
 from training.plan.plan import Plan
+from training.step.optim import SCALARS
 from training.step.tensors import local
 from training.step.train_step import TrainStep
 
@@ -78,14 +79,16 @@ class LearningCheck:
         new, averages = self._columns(), {}  # averages of gradients
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
-                moments = self.optimizer.state.get(parameter, {}).values()  # none: the optimizer got no gradient
-                averages[name] = local(next((moment for moment in moments if moment.dim()), torch.zeros(1)))
+                state = self.optimizer.state.get(parameter, {})  # empty: the optimizer got no gradient
+                moments = (moment for key, moment in state.items() if key not in SCALARS)
+                averages[name] = local(next(moments, torch.zeros(1)))
         signs = torch.stack([(new != old).any(), *(average.any().to(new.device) for average in averages.values())])
         # Summed over processes, because one may have no rows of a sharded matrix.
         has_changed, *has_gradient = self.accelerator.reduce(signs.float()).tolist()
         if not has_changed:
             raise _broken("No weight has changed")
-        if dead := [name for name, count in zip(averages, has_gradient, strict=True) if not count]:
+        dead = [name for name, count in zip(averages, has_gradient, strict=True) if not count]
+        if 0 < len(dead) < len(averages):  # all: an optimizer without moments, such as SGD without momentum
             raise _broken(f"{len(dead)} of {len(averages)} parameters have no gradient or only zeros ({dead[0]} ...)")
         if self.accelerator.num_processes > 1 and not isinstance(self.model.lm_head.weight, DTensor):
             weights = self.accelerator.gather(torch.stack([old, new])[None])  # (processes, 2, n)

@@ -257,7 +257,7 @@ def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
             local(weights[name]).data.copy_(local(shard_like(full, weights[name])))
         else:  # a copy: on a CPU, the tensor is a map of the file, which may be deleted during the run
             parameter, key = places[name]
-            is_counted_on_host = key in SCALARS and not optimizer.defaults["fused"]
+            is_counted_on_host = key in SCALARS and not optimizer.defaults.get("fused")
             device = "cpu" if is_counted_on_host else parameter.device
             optimizer.state[parameter][key] = shard_like(full, parameter).to(device, copy=True)
 
