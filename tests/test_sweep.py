@@ -108,6 +108,12 @@ def test_a_time_limit_ends_the_sweep(store, tmp_path, results, capsys):
     assert not (tmp_path / "learning_rate=0.02").exists()
 
 
+def test_a_run_that_the_time_limit_ends_before_its_first_step_ends_the_sweep(store, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "train", lambda command, seconds: 0)
+    sweep.main(command(store, tmp_path, max_hours=1))
+    assert "learning_rate=0.01 was stopped, so the sweep ends here; the same command" in capsys.readouterr().out
+
+
 def test_the_time_limit_counts_from_the_start_of_the_sweep(store, tmp_path, monkeypatch, capsys):
     limits = []
     with pytest.MonkeyPatch.context() as patch:

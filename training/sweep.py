@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> None:
             break
         if train(command, seconds):
             failures.append(str(folder.path))
-        elif not config.cost.plan and read_status(folder.status).get("state") == "stopped":  # max_hours
+        elif not config.cost.plan and read_status(folder.status).get("state") != "finished":  # max_hours
             print(f"{folder.path} was stopped, so the sweep ends here; {remedy} continues it.")
             break
     if folders := [str(base / name) for name in commands if (base / name).exists()]:  # none with --plan
