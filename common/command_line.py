@@ -1,7 +1,6 @@
 """Command lines: flat flags, defaults from a YAML file, and user errors that end in one sentence."""
 
 import difflib
-import errno
 import gc
 import json
 import os
@@ -20,7 +19,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 import yaml
 
 from common import interrupt, limits
-from common.errors import Problems, UserError
+from common.errors import FULL_DISK, Problems, UserError
 from common.removal import is_marked
 from common.settings_file import read_yaml
 from common.terminal import printable
@@ -276,7 +275,7 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         code = 128 + signal.SIGPIPE
         _leave_stdout()
     except OSError as error:  # error of a file or folder that no earlier check covers
-        if error.filename is None and error.errno != errno.ENOSPC:
+        if error.filename is None and error.errno not in FULL_DISK:
             raise
         code = _report(UserError(": ".join(str(part) for part in (error.filename, error.strerror) if part) + "."))
         _leave_stdout()

@@ -1,5 +1,6 @@
 """Error messages for the user. Imports nothing large, so that worker processes start fast."""
 
+import errno
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ from typing import Any
 
 # Exceptions that damaged files, or files of other programs, can raise.
 NONSENSE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError, StopIteration)
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # also a quota, and a limit of the shell
 
 
 class UserError(Exception):
@@ -47,6 +49,9 @@ class Problems:
 
 def as_os_error(error: Exception) -> OSError:
     """Return the OSError for an error of safetensors or tokenizers that ends in `(os error 28)`. Raise all others."""
+    if isinstance(error, shutil.Error) and isinstance(error.args[0], list):  # of all files that were not copied
+        _, path, problem = error.args[0][0]
+        return OSError(errno.EIO, problem, path)
     if isinstance(error, OSError):
         return error
     if (match := re.search(r"\(os error (\d+)\)", str(error))) is None:

@@ -5,7 +5,6 @@ Large files are sent before the commit that adds them. After an interruption the
 arrived are not sent again. (`upload_folder` makes several commits if Xet is installed.)
 """
 
-import errno
 import filecmp
 import glob
 import re
@@ -28,7 +27,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from common.errors import UserError
+from common.errors import FULL_DISK, UserError
 from common.removal import MARK
 from modeling_gpt2scratch.loading import ADAPTER, INDEX, WEIGHTS
 from training.checkpoints.run_folder import HUB_FILES
@@ -260,7 +259,7 @@ def hub_errors(action: str) -> Iterator[None]:
         raise UserError(f"Could not {action}: the Hub refused: {_on_one_line(error)}; {remedy}.") from error
     # RuntimeError: from Xet. ValueError: a response that is not from the Hub.
     except (HTTPError, OSError, RuntimeError, ValueError) as error:
-        if getattr(error, "errno", None) == errno.ENOSPC:
+        if getattr(error, "errno", None) in FULL_DISK:
             raise UserError(f"Could not {action}: the disk of TMPDIR is full; set TMPDIR to a larger one.") from error
         raise UserError(f"Could not {action}: the Hub cannot be reached ({_on_one_line(error)}); {remedy}.") from error
 

@@ -114,11 +114,14 @@ def test_plan_for_a_rented_device_uses_its_datasheet(store, tmp_path, capsys):
 
 def test_a_compiler_that_fails_while_the_speed_is_measured_ends_in_one_sentence(store, tmp_path, capsys, monkeypatch):
     def fail(*_arguments):
-        raise BackendCompilerFailed(None, OSError("failed to map segment"), None)
+        raise BackendCompilerFailed(None, error, None)
 
     monkeypatch.setattr("training.budget.throughput._measured", fail)
+    error = OSError("failed to map segment")
     sentence = r"failed \(OSError\('failed to map segment'\)\) while the speed was measured. Delete its cache"
     assert_user_error(sentence, planned, store, tmp_path, capsys)
+    error = PermissionError(13, "Permission denied", "/cache/x.py")  # a file of another user
+    assert_user_error("'/cache/x.py'.* TORCHINDUCTOR_CACHE_DIR, and", planned, store, tmp_path, capsys)
 
 
 def test_a_large_model_is_measured_by_a_small_one(store, tmp_path, capsys, monkeypatch):

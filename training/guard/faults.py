@@ -8,7 +8,7 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from common.errors import UserError, counted
+from common.errors import FULL_DISK, UserError, counted
 from training.checkpoints.checkpoint import DamageError
 from training.plan.run import Run
 from training.runtime.device import memory_of_others
@@ -17,7 +17,8 @@ from training.step.loss import DivergenceError
 
 # Errors caused by a disk, a drive or its permissions.
 OF_THE_DISK = {
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM),
+    *FULL_DISK,
+    *(errno.EROFS, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM),
     *(errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ETIMEDOUT),
 }
 OUT_OF_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "out of memory")
@@ -46,6 +47,9 @@ def translate(error: Exception, run: Run) -> Exception:
 
 def compiler_error(error: BackendCompilerFailed, state: str, repeat: str) -> UserError:
     """Return the error for a failed compiler. `state` follows its reason; `repeat` says how to continue."""
+    if isinstance(error.inner_exception, PermissionError):  # of another user
+        problem = f"torch.compile cannot use its cache, {cache_dir()} ({error.inner_exception})"
+        return UserError(f"{problem}{state}. Name a folder of your own with TORCHINDUCTOR_CACHE_DIR, and {repeat}.")
     return UserError(
         f"torch.compile failed ({error.inner_exception!r:.300}){state}. Delete its cache, {cache_dir()}, free space in "
         f"{tempfile.gettempdir()} (TMPDIR) if the disk is full, and {repeat}; if that does not help, add "

@@ -94,6 +94,8 @@ def _missing_to_compile() -> str:
     disk = next(path for path in (cache, *cache.parents) if path.exists())
     if os.statvfs(disk).f_flag & getattr(os, "ST_NOEXEC", 0):
         parts.append(f"{disk} is mounted noexec; name a folder of another disk with TORCHINDUCTOR_CACHE_DIR.")
+    if not os.access(disk, os.W_OK):
+        parts.append(f"{disk} cannot be written; name another folder with TORCHINDUCTOR_CACHE_DIR.")
     if needed := {name: package for is_needed, name, package in requirements if is_needed}:
         parts.append(f"{', '.join(needed)} not found; on Debian and Ubuntu: apt install {' '.join(needed.values())}.")
     if has_gpu and torch.version.hip is None and torch.cuda.get_device_capability() < (7, 0):
@@ -156,7 +158,7 @@ def _acquire(lock: FileLock) -> object:
 
 def remove_incomplete_libraries() -> None:
     """Delete the shared libraries in Inductor's cache that are incomplete and that no process is writing."""
-    libraries = Path(cache_dir()).rglob("*.so")
+    libraries = (path for path in Path(cache_dir()).rglob("*.so") if os.access(path, os.W_OK))  # not of other users
     candidates = {path: path.stat().st_mtime_ns for path in libraries if not is_complete(path)}
     if candidates:
         time.sleep(LINK_SECONDS)
