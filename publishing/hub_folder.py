@@ -43,7 +43,7 @@ def assemble(
             for name in others:
                 print(f"{name} is this version's, not that of {release.folder}, which --trust_folder_code publishes.")
             for name in CODE:  # the current version also loads models of older ones
-                shutil.copy(OUR_CODE / name, destination / name)
+                shutil.copyfile(OUR_CODE / name, destination / name)
             _set(destination / CONFIG, "auto_map", configuration_gpt2scratch.AUTO_MAP)
     if options.has_native:
         twin = to_native(model)
@@ -61,7 +61,7 @@ def assemble(
         if options.onnx_types and template is not None:  # transformers.js does not read chat_template.jinja
             _set(path, "chat_template", template)
     for plot in release.plots:
-        shutil.copy(plot, destination / plot.name)
+        shutil.copyfile(plot, destination / plot.name)
     gguf, name, license = [], repository.id.split("/")[1], options.license or release.metadata.get("license")
     for kind in options.gguf:
         file = destination / f"{name}-{kind.upper()}.gguf"

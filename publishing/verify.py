@@ -17,7 +17,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from common.errors import Problems, UserError
+from common.errors import Problems, UserError, disk_errors
 from common.removal import MARK
 from publishing.published_model import PublishedModel
 from training.evaluation.scoring import eval_windows
@@ -134,7 +134,8 @@ def verify(location: Location, reference: Expected) -> None:
 def _run_isolated(location: Location, reference: Expected) -> tuple[dict[str, Any], torch.Tensor]:
     """Return the answer of isolated_check.py and its logits (T + 1, V): of the probe, and of its last token with a
     cache."""
-    with tempfile.TemporaryDirectory() as folder:
+    place, remedy = tempfile.gettempdir(), "make room there, or name another folder with TMPDIR"
+    with disk_errors(place, remedy), tempfile.TemporaryDirectory() as folder:
         elsewhere = Path(folder)
         model, home = location.name, str(elsewhere / "home")
         if location.cache is None:  # a copy: the check sees only published files and cannot change them
