@@ -98,6 +98,13 @@ def test_long_lines_are_cut_between_characters(tmp_path, text, settings):
     assert 0 < store.metadata.val.bytes < len(text.encode()) / 10
 
 
+def test_a_name_that_begins_like_the_home_of_an_unknown_user_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert not TokenStore.is_store("~no_such_user/text")
+    Path("~notes.txt").write_text(prose(1, 999))
+    assert tokenized(Path("~notes.txt"), tmp_path / "store", vocab_size=300).metadata.counts["documents"] == 1
+
+
 CHARACTER = {"tokenizer_type": "character", "vocab_size": None}
 
 

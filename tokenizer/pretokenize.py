@@ -139,7 +139,7 @@ def parse(arguments: list[str], given: dict[str, GivenDataset]) -> tuple:
 def build(options: PretokenizeArguments, ids: ImportArguments, recipe: Recipe) -> TokenStore | None:
     """Build the store, and what `compress` and `export` ask for. Return None after a shard."""
     say = (lambda text: None) if options.quiet else show
-    folder = Path(options.output).expanduser()
+    folder = Path(os.path.expanduser(options.output))
     if ids.import_tokens is not None:
         store = import_store(ids, recipe.vocabulary.tokenizer, recipe.corpus.validation_fraction, folder, say)
     else:

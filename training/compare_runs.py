@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> None:
     page = table.render(runs=runs, setting_names=setting_names, **notes)
     Console().print(TerminalPage(page)) if sys.stdout.isatty() else print(page)
     measure = "eval_bits_per_byte" if is_other_text else "eval_loss"
-    with disk_errors(options.output):
+    with disk_errors(options.output, "name another file with --output"):
         if plot_runs(runs, Path(options.output), measure):
             print(f"Plot: {options.output}", file=sys.stderr)
         elif find_spec("matplotlib") is None:

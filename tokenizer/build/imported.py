@@ -1,5 +1,6 @@
 """Make a token store of tokens that another program wrote: headerless binaries, such as nanoGPT's `train.bin`."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -121,7 +122,7 @@ def import_store(
 ) -> TokenStore:
     """Make the store in `folder`, or open it if it was made of the same files. `name` is the tokenizer.
     Raise a `UserError` if files, types or ids are wrong, or `folder` contains something else or is in use."""
-    paths = [Path(path).expanduser() for path in (arguments.import_tokens, arguments.val) if path is not None]
+    paths = [Path(os.path.expanduser(path)) for path in (arguments.import_tokens, arguments.val) if path is not None]
     inputs = [[file.path, file.size, file.modified] for file in map(TextFile.at, paths)]
     dtype = arguments.dtype or recorded_dtype(paths[0])
     settings = {**vars(arguments), "dtype": dtype, "tokenizer": name, "cleaning": [], "dedup": "no", "seed": SEED}

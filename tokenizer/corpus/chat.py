@@ -1,5 +1,6 @@
 """Chat templates: render the messages of a record as text (Jinja, as in Transformers)."""
 
+import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ class ChatTemplate:
 
         if name == "chatml":
             return CHATML
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))
         try:
             if not path.is_file():
                 raise ValueError("it is not a file")

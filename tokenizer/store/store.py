@@ -104,7 +104,7 @@ class TokenStore:
     def __init__(self, folder: str | Path):
         """Open the store in `folder`.
         Raise a `UserError` if none exists, or it is unfinished, damaged, of a newer format or has another tokenizer."""
-        self.folder = Path(folder).expanduser()
+        self.folder = Path(os.path.expanduser(folder))
         self.metadata = read_metadata(self.folder)
         problems = []
         with disk_errors(self.folder, OTHER_STORE):
@@ -122,7 +122,7 @@ class TokenStore:
     @staticmethod
     def is_store(folder: str | Path) -> bool:
         with disk_errors(folder, OTHER_STORE):
-            return (Path(folder).expanduser() / "metadata.json").is_file()
+            return (Path(os.path.expanduser(folder)) / "metadata.json").is_file()
 
     def memory_map(self, split: str) -> np.ndarray:
         """Return the tokens of a split, (tokens,), which are read from disk as needed."""

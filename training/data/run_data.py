@@ -91,7 +91,7 @@ def find_store(recipe: Recipe, recorded: str | None = None) -> TokenStore | None
 def find_recorded_store(data: str, identity: str) -> TokenStore | None:
     """Return the token store `data`, or if it is text, the cached store with the tokens of this identity. The text is
     not read. Return None if the store is damaged or no longer exists."""
-    folder = Path(data).expanduser() if is_store(data) else find_cached(identity)
+    folder = Path(os.path.expanduser(data)) if is_store(data) else find_cached(identity)
     with suppress(UserError):
         if folder and read_metadata(folder).identity == identity:  # a store may have been built again
             return TokenStore(folder)
@@ -113,7 +113,7 @@ def _folder_of(recipe: Recipe, recorded: str | None) -> Path:
     `UserError` if the text does not exist."""
     [data] = recipe.inputs
     if is_store(data):
-        return Path(data).expanduser()
+        return Path(os.path.expanduser(data))
     if recorded is not None and (folder := find_cached(recorded, recipe.settings())) is not None:
         return folder
     content = f"{_text_hash(Corpus([data], recipe.corpus))} {recipe.settings()}"
@@ -147,7 +147,7 @@ def _text_hash(corpus: Corpus) -> str:
 
 def name_of(data: str) -> str:
     """Return a short name for a text or a store: `books/*.txt` and `books/` are both `books`."""
-    folder = Path(data).expanduser()
+    folder = Path(os.path.expanduser(data))
     while set(str(folder)) & set("*?[") and not os.path.lexists(folder):
         folder = folder.parent
     return re.sub(r"[^\w.-]+", "-", folder.resolve().stem).strip(".-") or "run"
@@ -155,7 +155,7 @@ def name_of(data: str) -> str:
 
 def is_store(data: str) -> bool:
     """Return whether `data` is a token store, even a damaged one, rather than text."""
-    folder = Path(data).expanduser()
+    folder = Path(os.path.expanduser(data))
     has_metadata = TokenStore.is_store(data)  # as a folder of text may have
     return (folder / "train.bin").is_file() or (has_metadata and (folder / "tokenizer").is_dir())
 
