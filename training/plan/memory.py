@@ -23,9 +23,13 @@ KEPT_BY_QUERIES, KEPT_BY_EAGER_QK_NORM = (8, 4), (0, 8)
 KEPT_BY_EAGER_SQUARE, SQUARE_BACKWARD = (0, 4), 4
 # Bytes that eager attention keeps, per token, head and attended position.
 SCORES_IN_FP32, SCORES_IN_HALF = 4, 6
+# The same with dropout on a CPU, where no kernel of SDPA has it: without and with compilation, each as (fp32, half).
+SCORES_WITH_DROPOUT = (12, 8), (9, 6)
 # Additional temporary bytes, each as (fp32, half). On a GPU as counted by its allocator for 1, 3, 4 and 12 layers
-# (tests/fake_cuda); on a CPU a logit is computed once and held twice in fp32.
-LOSS_ON_CPU, LOSS_ON_GPU, LOSS_IN_GRAPH = (12, 10), (21, 19), (8, 4)  # bytes per logit of a chunk
+# (tests/fake_cuda). On a CPU, a logit is computed once and held twice in fp32 if steps are compiled; otherwise, the
+# resident memory grew by this (docs/log.md).
+LOSS_ON_GPU, LOSS_IN_GRAPH = (21, 19), (8, 4)  # bytes per logit of a chunk
+LOSS_ON_CPU, LOSS_ON_CPU_IN_GRAPH = (36, 27), (12, 10)
 BACKWARD = (36, 24)  # of a block, eager and compiled: bytes per token and unit of width
 
 
@@ -110,7 +114,11 @@ class Memory:
         if self.on_gpu and self._squares_in_eager_mode:
             per_inner_unit += KEPT_BY_EAGER_SQUARE[self.in_half]
         block = tokens * (model.n_embd * per_unit + self._inner * per_inner_unit)
-        if is_eager or (not self.on_gpu and uses_mps()):  # SDPA has no backward pass of its own for Apple GPUs
+        if model.attn_pdrop and not self.on_gpu:
+            is_half = self.in_half and (is_eager or self.setup.torch_compile)  # SDPA's own operations are in fp32
+            per_score = SCORES_WITH_DROPOUT[self.setup.torch_compile][is_half]
+            block += tokens * model.n_head * model.n_positions * per_score
+        elif is_eager or (not self.on_gpu and uses_mps()):  # SDPA has no backward pass of its own for Apple GPUs
             block += tokens * model.n_head * model.n_positions * (SCORES_IN_HALF if self.in_half else SCORES_IN_FP32)
         return block
 
@@ -140,7 +148,8 @@ class Memory:
         """Return the bytes of one chunk's logits, of their gradients, and of the head's gradient."""
         tokens, V, C = micro_batch * self.model.n_positions, self.model.vocab_size, self.model.n_embd
         is_compiled = self.on_gpu and self.setup.torch_compile
-        rows, per_logit, head = rows_of_chunk(tokens, is_compiled), LOSS_ON_GPU if self.on_gpu else LOSS_ON_CPU, 4
+        on_cpu = LOSS_ON_CPU_IN_GRAPH if self.setup.torch_compile else LOSS_ON_CPU
+        rows, per_logit, head = rows_of_chunk(tokens, is_compiled), LOSS_ON_GPU if self.on_gpu else on_cpu, 4
         if is_compiled:  # one head gradient per chunk in half precision, or two in fp32
             per_logit, head = LOSS_IN_GRAPH, 2 * -(-tokens // rows) if self.in_half else 8
         return rows * V * per_logit[self.in_half] + head * V * C

@@ -210,8 +210,9 @@ def moment_bytes(optimizer: str, size: ModelSize) -> int:
 
 
 def step_bytes(optimizer: str, size: ModelSize, in_bf16: bool) -> int:
-    """Return the temporary bytes of an optimizer's step: for the MLPs, Muon's largest stack of matrices."""
-    return MUON_BYTES[in_bf16] * size.mlp_products if optimizer == "muon" else 0
+    """Return the temporary bytes of an optimizer's step: for Muon's largest stack of matrices, usually the MLPs'."""
+    largest = max(size.mlp_products, size.block_products - size.mlp_products)
+    return MUON_BYTES[in_bf16] * largest if optimizer == "muon" else 0
 
 
 def step_work(optimizer: str, model: GPT2ScratchConfig) -> int:
