@@ -264,5 +264,6 @@ def load_moments(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
 
 
 def usual_learning_rate(parameters: int) -> float:
-    """Return the usual peak learning rate of Adam (Kaplan et al. 2020, appendix D.6): 6.4e-4 for 124M parameters."""
-    return 0.003239 - 0.0001395 * math.log(parameters)
+    """Return the usual peak learning rate of Adam (Kaplan et al. 2020, appendix D.6): 6.4e-4 for 124M parameters. From
+    1.5 billion parameters on, it is that of these, the largest of its source."""
+    return 0.003239 - 0.0001395 * math.log(min(parameters, 1.5e9))
