@@ -320,6 +320,10 @@ def test_given_settings_are_kept(store, tmp_path):
     model = choice(store, "--budget 1e15flops --n_layer 6 --n_embd 256", 1e8).config.model
     assert (model.n_head, model.n_embd) == (4, 256)
     sentence = "One step of 4,194,304 tokens is more than the whole run"
+    for width, shape in {250: (1, None), 384: (3, 0.12)}.items():  # heads of an even size, near to 64 or 128
+        model = choice(store, f"--depth 12 --n_embd {width}", 1e10).config.model
+        assert (model.n_head, model.attention_scale) == shape
+    assert choice(store, "--depth 12 --n_head 12", 1e10).config.model.attention_scale is None
     assert_user_error(sentence, choice, store, "--depth 1 --tokens_per_step 4194304", 1e9)
     choices = choice(store, "--config presets/gpt2.yaml --budget 2e18flops", 1e10)
     assert (choices.option.family, choices.config.batch.tokens_per_step) == ("gpt2", 524_288)

@@ -351,14 +351,15 @@ class Sizer:
         """Return the settings of a model with `depth` layers."""
         width, is_modern = self.given.get("n_embd", WIDTH * depth), self.family == "modern"
         has_large_heads = is_modern and depth >= 12 and depth % 2 == 0  # of size 128, as in the presets
-        heads = depth // 2 if has_large_heads else depth
+        heads = max(1, round(width / (2 * WIDTH if has_large_heads else WIDTH)))
+        heads = next((n for n in range(heads, 1, -1) if width % n == 0 and width // n % 2 == 0), 1)
         shape = self.architecture | {
             "n_layer": depth,
-            "n_head": next(number for number in range(heads, 0, -1) if width % number == 0),
+            "n_head": heads,
             "n_embd": width,
             "n_positions": scaling.best_context(width),
             "initializer_range": round((0.577 if is_modern else 0.554) / math.sqrt(width), 4),
-            "attention_scale": 0.12 if has_large_heads else None,
+            "attention_scale": 0.12 if has_large_heads and width == 128 * self.given.get("n_head", heads) else None,
         }
         return fill([ModelArguments], shape | self.given)[0]
 
