@@ -114,8 +114,11 @@ def test_a_run_starts_from_another_run_with_text_and_the_settings_for_it(run, tm
     text = read_config([*command, "--config", str(tmp_path / "own.yaml")]).vocabulary
     assert (text.tokenizer, text.vocab_size) == ("model", None)
     reset_accelerate()
-    optim = read_config([*command, "--optimizer", "muon"]).optim  # Adam's rates are lower in the proportion of Muon's
-    assert optim.learning_rate == 1e-4
+    optim = read_config([*command, "--optimizer", "muon"]).optim  # a sixth of the rates of a new model
+    assert optim.learning_rate == pytest.approx(0.02 / 6)
+    assert optim.head_learning_rate == pytest.approx(0.004 * (768 / 16) ** 0.5 / 6)
+    assert (optim.weight_decay, optim.lr_scheduler_type) == (0.05, "warmup_stable_decay")
+    optim = read_config([*command, "--optimizer", "muon", "--learning_rate", "1e-4"]).optim
     assert optim.head_learning_rate == pytest.approx(0.004 * (768 / 16) ** 0.5 / 200)
 
 

@@ -50,7 +50,8 @@ MAIN = (  # flags that --help explains
 )
 LENGTHS = {part.name for part in fields(LengthArguments)}  # three ways to state one length
 # Settings that --budget and --depth choose with the model, unless they are given. The vocabulary is chosen before.
-CHOICES = MODEL_SETTINGS | LENGTHS | {part.name for part in fields(OptimArguments)}
+OPTIMIZATION = {part.name for part in fields(OptimArguments)}
+CHOICES = MODEL_SETTINGS | LENGTHS | OPTIMIZATION
 CHOICES |= {"tokens_per_step", "eval_steps", "max_eval_samples", "save_steps", "save_total_limit", "logging_steps"}
 CHOICES |= {"load_best_model_at_end"}
 # A run's config.yaml has none of these, because they apply to one command.
@@ -247,8 +248,10 @@ def _given(flags: dict[str, Any], file: dict[str, Any]) -> TrainConfig:
         raise UserError(f"{path} sets {', '.join(names)}, which only a command may; remove it there.")
     if LENGTHS & flags.keys() or ("budget" in flags and file.get("budget")):  # the file's length is for its own budget
         file = {name: value for name, value in file.items() if name not in LENGTHS}
-    if "init_from" in flags and "budget" in flags and "config" not in flags:  # which chooses the rest
-        file = {name: value for name, value in file.items() if name not in CHOICES}
+    if "init_from" in flags and "config" not in flags:  # the rates of the default file are AdamW's
+        is_other = flags.get("optimizer", DEFAULTS["optimizer"]) != DEFAULTS["optimizer"]
+        replaced = CHOICES if "budget" in flags else OPTIMIZATION if is_other else set()
+        file = {name: value for name, value in file.items() if name not in replaced}
     values = file | flags
     if values.get("data") is None:
         raise UserError("No training data is named: set --data to a text file, a folder or a token store.")

@@ -388,10 +388,8 @@ class Sizer:
             "load_best_model_at_end": steps * batch > self.tokens,
         }
         if (self.architecture | self.given).get("optimizer", "adamw") == "adamw":
-            settings |= {"learning_rate": scaling.adam_rate(model.n_embd), "min_learning_rate": 0.0}
-            settings |= {"warmup_steps": round(0.05 * steps)}
-        if self.config.run.init_from:
-            settings |= {"learning_rate": scaling.CONTINUATION_RATE, "min_learning_rate": 0.0}
+            rate = scaling.CONTINUATION_RATE if self.config.run.init_from else scaling.adam_rate(model.n_embd)
+            settings |= {"learning_rate": rate, "min_learning_rate": 0.0, "warmup_steps": round(0.05 * steps)}
         settings |= self.given
         is_pretrained = self.config.pretrained_source is not None
         optim = with_defaults(fill([OptimArguments], settings)[0], {*settings}, batch, model, is_pretrained)

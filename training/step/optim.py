@@ -98,13 +98,14 @@ def with_defaults(
     """Return the arguments with Muon's defaults for the settings that are not `given`. AdamW's arguments are returned
     as they are. Muon's rate does not depend on the width. Adam's rates are those of width 768 times sqrt(768 / width).
     For a larger global batch B than 2^19, all rates are multiplied by sqrt(B / 2^19), as in nanochat; for smaller ones,
-    the rule does not hold (docs/log.md). Those of a pretrained model are as much lower as the given rate. An embedding
-    that is a head too, or is not normalized, has small values and therefore the head's rate."""
+    the rule does not hold (docs/log.md). Those of a pretrained model are as much lower as the given rate, or a
+    sixth, as in presets/continued.yaml. An embedding that is a head too, or is not normalized, has small values and
+    therefore the head's rate."""
     if arguments.optimizer != "muon":
         return arguments
     scale = max(1.0, math.sqrt(tokens_per_step / 2**19))
-    if is_pretrained and "learning_rate" in given:
-        scale = arguments.learning_rate / MUON_RATES["learning_rate"]
+    if is_pretrained:
+        scale = arguments.learning_rate / MUON_RATES["learning_rate"] if "learning_rate" in given else 1 / 6
     rates = {name: rate * scale for name, rate in MUON_RATES.items()}
     for name in ("embedding_learning_rate", "head_learning_rate"):
         rates[name] *= math.sqrt(768 / model.n_embd)
