@@ -78,7 +78,9 @@ def test_second_process_with_the_same_output_is_refused_and_one_with_a_cache_wai
             assert not waiting.done()
             (tmp_path / "other").rename(tmp_path / "cache")
         assert waiting.result().metadata.train.tokens > 0
-    assert said == [f"{tmp_path / 'cache'} already contains these tokens."]
+    waiting, ready = said
+    assert waiting == f"Waiting for another process, which is writing {tmp_path / 'cache'} ..."
+    assert ready == f"{tmp_path / 'cache'} already contains these tokens."
 
 
 def test_unfinished_cache_of_another_text_is_discarded(tmp_path, text):

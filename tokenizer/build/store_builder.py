@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -70,7 +70,7 @@ def pretokenize(
     workers = Workers(num_proc)
     with disk_errors(folder, RESUMES), closing(workers):
         builder = StoreBuilder(recipe, folder, say, workers, is_cache)
-        with locked(folder, "", wait=is_cache or shard is not None, is_cache=is_cache):
+        with locked(folder, "", wait=is_cache or shard is not None, is_cache=is_cache, say=say):
             if TokenStore.is_store(folder):
                 return builder.open_finished()
             if shard is None:
@@ -143,14 +143,20 @@ def _changes(old_settings: dict[str, Any], old_inputs: list, settings: dict[str,
     return "; ".join(words[:3]) + (f"; and {len(words) - 3} more" if len(words) > 3 else "")
 
 
-def locked(folder: Path, suffix: str, wait: bool, is_cache: bool = False) -> AbstractContextManager:
+def locked(
+    folder: Path, suffix: str, wait: bool, is_cache: bool = False, say: Callable[[str], None] = show
+) -> AbstractContextManager:
     """Lock a store's folder. Raise a `UserError` if something else is there, or a process holds the lock."""
     check_writable(folder)  # before a lock file is written next to the folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        return FileLock(folder.with_name(f".{folder.name}{suffix}.lock")).acquire(timeout=-1 if wait else 0)
-    except Timeout:
-        raise UserError(f"Another process is writing {folder}; wait for it, or choose another --output.") from None
+        lock = FileLock(folder.with_name(f".{folder.name}{suffix}.lock"))
+        with suppress(Timeout):
+            return lock.acquire(timeout=0)
+        if not wait:
+            raise UserError(f"Another process is writing {folder}; wait for it, or choose another --output.")
+        say(f"Waiting for another process, which is writing {folder} ...")
+        return lock.acquire()
     except OSError as error:
         path = error.filename or folder  # for example another user's lock file
         remedy = CACHE_REMEDY if is_cache else "choose another --output"
