@@ -56,10 +56,10 @@ help:  ## Show these lines
 install: $(INSTALLED)  ## Install into .venv
 
 $(INSTALLED): setup.cfg pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python 3.11 or later is required, but this is {sys.version.split()[0]}: add PYTHON=python3.11 to the command.")'
+	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"Python 3.11 or later is required, but {sys.prefix} has {sys.version.split()[0]}: delete this folder, and add PYTHON=python3.11 to the command.")'
 	@echo 'Installing gpt2scratch[$(EXTRAS)] into $(abspath $(VENV)): PyTorch, Transformers and their dependencies.'
 	@echo 'Disk space: about 1.7 GB with PyTorch for CPUs, about 5.6 GB with PyTorch for CUDA; the extra "everything" adds 0.6 GB.'
-	$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
