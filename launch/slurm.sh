@@ -17,6 +17,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds to save, of the 300 before t
 # Training saves at SIGTERM. USR1 would kill it, so Slurm sends USR1 to this shell only (B:). SIGTERM comes from scancel or from
 # preemption: then the job is not requeued here, because Slurm does that if it preempts. Without a trap, either signal would end
 # this shell and leave the training behind, so both traps are set before it starts.
+requeue=
 trap 'requeue=yes; kill -TERM $!' USR1
 trap '[ -z "$!" ] && exit 143; kill -TERM $!' TERM
 
