@@ -28,8 +28,9 @@ def locked(folder: str | Path, say: Callable[[str], None] = print, patience: flo
     if it does not, or if the file of the lock cannot be written.
     A process that replaces itself (`os.execve`) loses the lock and acquires it again."""
     place, say = Path(folder).resolve(), cache(say)  # without repetitions
-    # Next to the folder, which may be deleted, and in it, where alone a container or another user may write.
-    writable = [parent for parent in (place.parent, place) if os.path.isdir(parent) and os.access(parent, os.W_OK)]
+    # Next to the folder, which may be deleted. Also in a disk or a run, where alone a container or a user may write.
+    is_used = os.path.ismount(place) or (place.is_dir() and any(place.iterdir()))
+    writable = [parent for parent in (place.parent, place)[: 1 + is_used] if os.access(parent, os.W_OK)]
     with ExitStack() as stack:
         for parent in writable or [place.parent]:
             stack.enter_context(_locked(folder, parent / f".{place.name}.lock", say, patience))
