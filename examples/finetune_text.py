@@ -69,9 +69,10 @@ def main(arguments: list[str]) -> None:
     def measure(model: PreTrainedModel) -> dict[str, float]:
         return {"loss": mean_loss(model, scored)[0]}
 
-    opening = shlex.quote(" ".join(tokenizer.decode(texts["test"][0]["input_ids"][:OPENING_TOKENS]).split()))
+    opening = tokenizer.decode(texts["test"][0]["input_ids"][:OPENING_TOKENS]).strip("\ufffd")  # parts of a character
+    opening = shlex.quote(" ".join(opening.split()))
     sizes = len(texts["train"]), len(texts["test"])
-    learned = Learned("fine-tuned", *sizes, unit, f"--prompt {opening}", measure)
+    learned = Learned("fine-tuned", *sizes, unit, f"--prompt={opening}", measure)
     train_and_save(trainer, tokenizer, tuning, original, learned)
 
 

@@ -24,7 +24,7 @@ from training.data.run_data import place_tokens
 from training.runtime.device import DeviceArguments, Setup, decide
 from training.step.induction import add_induction
 from training.step.loss import NextTokenLoss
-from training.step.model import build_model
+from training.step.model import TOKEN_IDS, build_model
 from training.step.optim import (
     OptimArguments,
     build_optimizer,
@@ -45,12 +45,13 @@ def main(source: str, output: str) -> None:
     keep_freed_memory()
     store = TokenStore(source)
     tokenizer = store.load_tokenizer()
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    ids = {name: getattr(tokenizer, name) for name in TOKEN_IDS}
     config = GPT2ScratchConfig(vocab_size=store.metadata.vocab_size, **ARCHITECTURE, **SHAPE, **ids)
     arguments = with_defaults(OptimArguments(**OPTIMIZER), {*OPTIMIZER}, ROWS * config.n_positions, config)
     setup = decide(DeviceArguments(), config.n_positions)  # bf16 and compilation, where they are faster
     model = train(store, config, arguments, setup, STEPS, ROWS)
     model.save_pretrained(output)
+    tokenizer.model_max_length = config.n_positions
     tokenizer.save_pretrained(output)
 
 

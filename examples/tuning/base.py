@@ -55,6 +55,11 @@ class OriginalText:
         """Return `new` with windows of the original training split, which are `fraction` of all examples."""
         if fraction == 0:
             return new
+        if (length := len(self.store.memory_map("train"))) < self.context:
+            raise UserError(
+                f"{self.store.folder} has only {length} tokens for training, less than a window of {self.context}; "
+                "name a longer text with --original_data, or set --replay_fraction 0."
+            )
         windows = self._windows("train", round(len(new) * fraction / (1 - fraction)), new.features)
         return concatenate_datasets([new, *windows])
 

@@ -59,6 +59,10 @@ class Tuning:
     # Of the learning rate: Schulman et al. 2025, "LoRA Without Regret", with `lora_alpha` 32 as here.
     lora_factor = 10
 
+    def __post_init__(self) -> None:
+        for name in ("model", "data", "output_dir"):  # a shell expands `~` neither in a file nor after `=`
+            setattr(self, name, (path := getattr(self, name)) and os.path.expanduser(path))
+
     @property
     def folder(self) -> Path:
         """Output folder."""
