@@ -69,7 +69,7 @@ CASES = {
         *((text, text) for text in NO_TAGS),
         ("AT&amp;T &lt;3 &amp;amp;eacute; &#39;&#x4e2d;&#39; C&#35;", "AT&T <3 é '中' C#"),
         ("a&shy;b&#8203;c &#13;d&#0;", "abc\nd"),
-        ('<p data-x="{&quot;a&quot;:1}">b &lt;i&gt;c&lt;/i&gt;</p>', "b c"),
+        ('<p data-x="{&quot;a&quot;:1}">b &lt;i&gt;c&lt;/i&gt;</p><p>&nbsp;</p><p>d</p>', "b c\nd"),
         ("&foo; &copy ?a=1&b=2;", "&foo; &copy ?a=1&b=2;"),
         ("a\n----\n  ****\n|\n= = =\n...\n}\n#!\nb", "a\n...\n}\n#!\nb"),
         ("No!!!!!! Well..... 好。。。。。。 -----", "No!!! Well... 好。。。 ---"),
@@ -139,7 +139,8 @@ QUALITY = [
     ("bullets", "\n• ".join(lines(10)), "• " + "\n  - ".join(lines(10))),
     ("ellipsis_lines", "..\n".join(lines(4)) + "\n" + "\n".join(lines(6, 200)), "..\n".join(lines(10))),
     ("unended_lines", "\n".join(lines(25, ended=3)), "\n".join(lines(25, ended=2))),
-    ("unended_lines", "\n".join(lines(25, ended=3)).replace(".", ". \u200f"), "\n".join(lines(25, ended=2))),
+    ("unended_lines", "\n".join(lines(25, ended=3)).replace(".", ".\u200f"), "\n".join(lines(25, ended=2))),
+    ("unended_lines", "\n".join(lines(25, ended=3)).replace(".", ". \u061c"), "\n".join(lines(25, ended=2))),
     ("letters", line([*map(str, range(100, 120)), *words(80)]), line([*map(str, range(100, 121)), *words(80)])),
     ("repeated_paragraphs", "\n\n".join(PAIRS + 4 * YES), "\n\n".join(PAIRS + 5 * YES)),
     ("repeated_lines", "\n".join(lines(6) + 4 * YES), "\n".join(lines(6) + 5 * YES)),
@@ -182,6 +183,7 @@ def test_every_quality_filter_is_tested():
     [
         "春天来了，公园里的花都开了。孩子们在草地上奔跑，老人们坐在长椅上晒太阳。小河边的柳树长出了新叶，几只鸭子在水里游来游去。",
         "ฤดูใบไม้ผลิมาถึงแล้ว ดอกไม้ในสวนบานสะพรั่ง เด็กๆ วิ่งเล่นบนสนามหญ้า คนชรานั่งอาบแดดบนม้านั่งยาว ทุกคนรู้สึกว่าวันนี้งดงามมาก",
+        "".join(map(chr, range(0xA984, 0xA9B3))) + "ꦲꦤꦕꦫꦏ꧉",
         " ".join(["Kansainvälistymissuunnitelmassa", "on", "tietojenkäsittelytiede", "mukana", "ja", *words(50)]) + ".",
     ],
 )

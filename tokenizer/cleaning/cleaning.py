@@ -26,11 +26,10 @@ RULES: dict[str, Callable[[str], str]] = {
     "normalize.control_characters": characters.remove_control_characters,
     "normalize.nfc": characters.compose,
     "lenient.invisible": characters.remove_invisible,
-    "balanced.markup": markup.remove_markup,  # before entities, because attributes contain `&quot;`
     "balanced.entities": markup.decode_entities,
     "strict.emoji": characters.remove_emoji,
     "strict.typography": characters.convert_typography,
-    "balanced.decoded_markup": markup.remove_markup,
+    "balanced.markup": markup.remove_markup,
     "strict.addresses": markup.remove_addresses,
     "strict.blanks": lines.join_blanks,
     "balanced.symbol_lines": lines.remove_rulers,

@@ -14,7 +14,10 @@ ENTITY = re.compile(
 
 
 def decode_entities(text: str) -> str:
-    return remove_invisible(ENTITY.sub(_entity_text, text)) if "&" in text else text
+    if "&" not in text:
+        return text
+    text = TAGS.sub(lambda tags: ENTITY.sub("", tags[0]), text)  # a decoded `&quot;` would end an attribute
+    return remove_invisible(ENTITY.sub(_entity_text, text))
 
 
 def _entity_text(match: re.Match) -> str:
