@@ -83,6 +83,7 @@ def test_limit_counts_a_file_that_is_read_in_part_as_a_part_of_a_document(tmp_pa
     (tmp_path / "text").mkdir()
     for number in range(40):
         (tmp_path / "text" / f"{number}.txt").write_text(prose(number * 1000, 48_000))
+        (tmp_path / "text" / f"{number}.tar.gz").write_bytes(random.Random(number).randbytes(48_000))
     made = pretokenize(recipe(tmp_path / "text", max_documents=4), tmp_path / "made", lambda line: None).metadata
     whole = estimated(tmp_path / "text", tmp_path, max_documents=4).whole.metadata
     tokens = made.train.tokens + made.val.tokens

@@ -56,6 +56,9 @@ class SampledCorpus(Corpus):
         self.quota += file.size * SAMPLE_BYTES / self.text_size
         try:
             parts = [part for _, part in super()._ranges(file, text_column)] if self.quota > 0 else []
+            if parts and parts[0].kind == "text":  # a binary file has no bytes and no document to count
+                with files.readable(file.path):
+                    files.check_text(files.head(file.path), file.path, not file.is_named)
         except UserError:  # the file is skipped
             self.quota -= file.size * SAMPLE_BYTES / self.text_size
             self.skipped_size += file.size
