@@ -67,7 +67,7 @@ def test_other_paths_of_a_folder_share_its_lock_and_an_unwritable_path_is_report
 
 def test_a_holder_that_can_write_only_in_the_folder_is_noticed(tmp_path):
     (tmp_path / "x" / "checkpoints").mkdir(parents=True)
-    with FileLock(tmp_path / "x" / ".x.lock"):
+    with FileLock(tmp_path / "x" / ".run.lock"):
         assert "is in use by another process" in refusal(tmp_path / "x")
 
 

@@ -19,6 +19,7 @@ from common.atomic import write_atomic
 from common.errors import UserError, disk_errors
 
 NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
+INNER_LOCK = ".run.lock"
 PATIENCE = 30.0  # seconds for a holder that is about to end: after losing its launcher, it still saves
 
 
@@ -28,12 +29,13 @@ def locked(folder: str | Path, say: Callable[[str], None] = print, patience: flo
     if it does not, or if the file of the lock cannot be written.
     A process that replaces itself (`os.execve`) loses the lock and acquires it again."""
     place, say = Path(folder).resolve(), cache(say)  # without repetitions
-    # Next to the folder, which may be deleted. Also in a disk or a run, where alone a container or a user may write.
+    # Next to the folder, which may be deleted. Also in a disk or an earlier run, where alone others may write.
     is_used = os.path.ismount(place) or (place.is_dir() and any(place.iterdir()))
     writable = [parent for parent in (place.parent, place)[: 1 + is_used] if os.access(parent, os.W_OK)]
     with ExitStack() as stack:
         for parent in writable or [place.parent]:
-            stack.enter_context(_locked(folder, parent / f".{place.name}.lock", say, patience))
+            name = f".{place.name}.lock" if parent == place.parent else INNER_LOCK  # a mount may have another name
+            stack.enter_context(_locked(folder, parent / name, say, patience))
         yield
 
 
