@@ -95,6 +95,7 @@ def test_estimate_for_an_a100_matches_its_measured_speed_and_learning_rate():
     assert speed.tokens_per_second == pytest.approx(145_000, rel=0.01)
     assert "which is 132,015 to 254,926 tokens/s" in speed.source
     assert usual_learning_rate(124e6) == pytest.approx(6.4e-4, rel=0.02)
+    assert usual_learning_rate(13e9) == usual_learning_rate(1.5e9) > 2e-4
 
 
 def test_plan_for_a_rented_device_uses_its_datasheet(store, tmp_path, capsys):

@@ -351,8 +351,8 @@ class Sizer:
         """Return the settings of a model with `depth` layers."""
         width, is_modern = self.given.get("n_embd", WIDTH * depth), self.family == "modern"
         has_large_heads = is_modern and depth >= 12 and depth % 2 == 0  # of size 128, as in the presets
-        heads = max(1, round(width / (2 * WIDTH if has_large_heads else WIDTH)))
-        heads = next((n for n in range(heads, 1, -1) if width % n == 0 and width // n % 2 == 0), 1)
+        size, numbers = WIDTH * (1 + has_large_heads), (n for n in range(1, width + 1) if width % (2 * n) == 0)
+        heads = min(numbers, key=lambda number: abs(math.log(width / number / size)), default=1)
         shape = self.architecture | {
             "n_layer": depth,
             "n_head": heads,
