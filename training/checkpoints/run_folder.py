@@ -187,7 +187,7 @@ def may_hold_run(folder: RunFolder) -> bool:
     hold a run, or must hold only a lock and files that systems and version control put into empty folders."""
     if not folder.path.is_dir():
         return not folder.path.exists()
-    names = (*EMPTY, ".run.lock*", f".{folder.path.resolve().name}.lock*")
+    names = (*EMPTY, f".{folder.path.resolve().name}.lock*")
     return folder.is_run() or all(is_known(path.name, names) for path in folder.path.iterdir())
 
 

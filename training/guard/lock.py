@@ -8,9 +8,8 @@ import errno
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import datetime
-from functools import cache
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -19,7 +18,6 @@ from common.atomic import write_atomic
 from common.errors import UserError, disk_errors
 
 NO_FLOCK = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
-INNER_LOCK = ".run.lock"
 PATIENCE = 30.0  # seconds for a holder that is about to end: after losing its launcher, it still saves
 
 
@@ -28,19 +26,10 @@ def locked(folder: str | Path, say: Callable[[str], None] = print, patience: flo
     """Lock a folder inside the `with` block. The holder of the lock has `patience` seconds to end. Raise a `UserError`
     if it does not, or if the file of the lock cannot be written.
     A process that replaces itself (`os.execve`) loses the lock and acquires it again."""
-    place, say = Path(folder).resolve(), cache(say)  # without repetitions
-    # Next to the folder, which may be deleted. Also in a disk or an earlier run, where alone others may write.
-    is_used = os.path.ismount(place) or (place.is_dir() and any(place.iterdir()))
-    writable = [parent for parent in (place.parent, place)[: 1 + is_used] if os.access(parent, os.W_OK)]
-    with ExitStack() as stack:
-        for parent in writable or [place.parent]:
-            name = f".{place.name}.lock" if parent == place.parent else INNER_LOCK  # a mount may have another name
-            stack.enter_context(_locked(folder, parent / name, say, patience))
-        yield
-
-
-@contextmanager
-def _locked(folder: str | Path, path: Path, say: Callable[[str], None], patience: float) -> Iterator[None]:
+    place = Path(folder).resolve()
+    # Next to the folder, which may be deleted; inside it if it is a disk, which may be all that containers share.
+    is_own_disk = place.is_dir() and (os.path.ismount(place) or not os.access(place.parent, os.W_OK))
+    path = (place if is_own_disk else place.parent) / f".{place.name}.lock"
     note = path.with_name(f"{path.name}.txt")
     # Without filelock's fallback to a lock that is a file: a killed process would leave it.
     lock = FileLock(path, thread_local=False, fallback_to_soft=False)
