@@ -161,7 +161,7 @@ def copy_files(folder: Path, patterns: tuple[str, ...], destination: Path) -> No
         if listed is None or name in listed:
             _check_link(folder, name)
             (destination / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, destination / name)  # without a mode that forbids to write
+            shutil.copyfile(path, destination / name)  # without its mode, which may forbid writing
 
 
 def _check_link(folder: Path, name: str) -> None:
