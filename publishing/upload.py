@@ -251,7 +251,8 @@ def hub_errors(action: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(f"Interrupted, could not {action}; {remedy}.") from error
+        # On a line of its own, after a progress bar.
+        raise KeyboardInterrupt(f"\nInterrupted, could not {action}; {remedy}.") from error
     except (LocalTokenNotFoundError, UnicodeEncodeError) as error:
         problem = "You are not logged in to the Hub, or the token contains invalid characters"
         raise UserError(f"{problem}: run `hf auth login`, then this command again.") from error
