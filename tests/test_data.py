@@ -161,3 +161,5 @@ def test_resume_with_mask_documents_refuses_a_changed_setting(train, a_copy, tmp
     monkeypatch.setattr("training.runtime.device._check_attention", lambda *parts: None)  # as if it were installed
     sentence, flash = "mask_documents needs attn_implementation sdpa, eager or flex", "flash_attention_2"
     assert_user_error(sentence, train, tmp_path / "other", mask_documents="true", attn_implementation=flash)
+    sentence, flex = "attn_pdrop is 0.1, but flex_attention has no dropout", "flex_attention"
+    assert_user_error(sentence, train, tmp_path / "other", attn_pdrop=0.1, attn_implementation=flex)

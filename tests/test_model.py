@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from conftest import MODERN, REPOSITORY
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM, modeling_gpt2scratch
 from tokenizer.encoding.vocabulary import character_tokenizer, save
+from training.runtime.compilation import prepare_compiler
 
 # Weights have ten times the usual size, so that attention is far from uniform and leaks between tokens are visible.
 TINY = {"vocab_size": 64, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "initializer_range": 0.2}
@@ -239,6 +240,10 @@ def test_flex_attention_agrees_with_sdpa(tiny):
     model.set_attn_implementation("flex_attention")
     with torch.compiler.set_stance("force_eager"):
         torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-5)
+    prepare_compiler()
+    positions = torch.arange(32).expand(2, 32)
+    graph = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(graph(ids, position_ids=positions, use_cache=False).logits, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -107,6 +107,8 @@ def check(config: TrainConfig) -> None:
             f"mask_documents needs attn_implementation sdpa, eager or flex_attention: Transformers passes document "
             f"boundaries to {attention} only for a batch of one row."
         )
+    if attention == "flex_attention" and config.model.attn_pdrop:
+        problems.add(f"attn_pdrop is {config.model.attn_pdrop}, but flex_attention has no dropout; set it to 0.")
     problems.refuse()
 
 

@@ -11,6 +11,7 @@ import struct
 import sysconfig
 import threading
 import time
+import warnings
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -109,6 +110,8 @@ def prepare_compiler() -> None:
     """Prepare Inductor and its cache for this process."""
     _filelock.FileLock.acquire = _acquire
     remove_incomplete_libraries()
+    # Building flex_attention's mask warns, which a graph cannot contain.
+    torch._dynamo.config.ignore_logging_functions.add(warnings.warn)
     # A cache on a shared disk may have C++ code for the vectors of another CPU, which would compute nonsense here.
     torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
     if not torch.accelerator.is_available():
