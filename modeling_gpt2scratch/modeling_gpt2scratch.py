@@ -275,14 +275,17 @@ class GPT2ScratchModel(GPT2ScratchPreTrainedModel):
             causal_mask = create_causal_mask(self.config, inputs_embeds, attention_mask, past_key_values, position_ids)
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        if position_ids is None:
-            position_ids = default_position_ids(inputs_embeds, attention_mask, past_key_values)
+        # FlashAttention receives only a caller's positions. It searches them for packed documents if there is one row,
+        # which waits for the device and cannot be compiled.
+        positions = position_ids
+        if positions is None:
+            positions = default_position_ids(inputs_embeds, attention_mask, past_key_values)
 
         hidden_states = self.ln_e(inputs_embeds)  # (B, T, C)
         if self.wpe is not None:
-            hidden_states = hidden_states + self.wpe(position_ids).to(hidden_states.device)
+            hidden_states = hidden_states + self.wpe(positions).to(hidden_states.device)
         hidden_states = self.drop(hidden_states)
-        position_embeddings = rotary_embedding(self.config, position_ids)
+        position_embeddings = rotary_embedding(self.config, positions)
         for block in self.h[: self.config.n_layer]:  # `generate(assistant_early_exit=k)` sets n_layer to k for drafts
             hidden_states = block(
                 hidden_states,

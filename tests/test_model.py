@@ -606,6 +606,10 @@ def test_a_registered_attention_function_receives_the_layer_and_every_keyword(ti
         assert kwargs["extra_of_a_server"] == "here"
         assert kwargs["scaling"] == pytest.approx(model.config.attention_scale or 1 / math.sqrt(8))
         assert kwargs["dropout"] == 0.0
+        assert kwargs["position_ids"] is None  # FlashAttention would search given ones for packed documents
+    positions = torch.arange(8).expand(2, 8)
+    model(ids, position_ids=positions)
+    assert calls[-1][-1]["position_ids"] is positions
 
 
 @torch.no_grad()
