@@ -24,8 +24,11 @@ def partition(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):
     return compile_fx(graph, inputs, inner_compile=lambda graph, _inputs, **_: make_boxed_func(graph.forward))
 
 
-def kept_for_backward(config: GPT2ScratchConfig, attention: str, is_half: bool, compiles: bool, rows: int) -> int:
-    """Return the bytes that a forward pass of `rows` sequences keeps for the backward pass, without parameters."""
+def kept_for_backward(
+    config: GPT2ScratchConfig, attention: str, is_half: bool, compiles: bool, rows: int, masks: bool = False
+) -> int:
+    """Return the bytes that a forward pass of `rows` sequences keeps for the backward pass, without parameters.
+    `masks`: each sequence has two documents."""
     torch._dynamo.reset()
     model = GPT2ScratchForCausalLM._from_config(config, attn_implementation=attention)
     loss = NextTokenLoss(model).train()
@@ -40,11 +43,12 @@ def kept_for_backward(config: GPT2ScratchConfig, attention: str, is_half: bool, 
         return tensor
 
     ids = torch.randint(0, config.vocab_size, (rows, config.n_positions))
+    positions = (torch.arange(config.n_positions) % (config.n_positions // 2)).expand_as(ids) if masks else None
     with (
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=is_half),
     ):
-        loss(ids, ids, ids.numel(), None)
+        loss(ids, ids, ids.numel(), positions)
     return sum(sizes.values())
 
 
@@ -73,6 +77,15 @@ def test_estimated_activations_match_the_bytes_kept_for_the_backward_pass(
     memory = Memory(config, Setup("bf16" if is_half else "no", compiles, attention, ()), on_gpu=False)
     count = kept_for_backward(config, attention, is_half, compiles, rows=64)
     assert memory.parts(64)["activations"] == pytest.approx(count, rel=0.1)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("is_half", [False, True])
+def test_estimated_activations_include_the_mask_of_documents(is_half, compiles):
+    config = GPT2ScratchConfig(vocab_size=64, n_positions=512, n_embd=64, n_layer=3, n_head=2)
+    memory = Memory(config, Setup("bf16" if is_half else "no", compiles, "sdpa", (), mask_documents=True), on_gpu=False)
+    count = kept_for_backward(config, "sdpa", is_half, compiles, rows=8, masks=True)
+    assert memory.parts(8)["activations"] == pytest.approx(count, rel=0.1)
 
 
 def test_tanh_gelu_keeps_as_many_bytes_as_exact_gelu():

@@ -98,6 +98,10 @@ class Memory:
         blocks = layers * block
         if self.setup.gradient_checkpointing:  # on a CPU, plus the block that is being recomputed
             blocks = layers * stream + (0 if self.on_gpu else block)
+        if self.setup.mask_documents and self.setup.attention(self.model.n_positions) != "eager":
+            # SDPA converts the mask, (B, T, T), in each layer. A compiled graph does so once.
+            copies = 1 if self.setup.torch_compile or self.setup.gradient_checkpointing else layers
+            blocks += copies * micro_batch * self.model.n_positions**2 * (2 if self.in_half else 4)
         norms = 2 + (self.model.is_modern and not self.setup.torch_compile)  # after the embedding
         return int(blocks + norms * stream)  # plus the stream before and after the last normalization
 
