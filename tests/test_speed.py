@@ -1,21 +1,31 @@
 """What is measured of a run's speed, by a clock that the test sets."""
 
+import gc
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 
-from modeling_gpt2scratch import GPT2ScratchConfig
+from conftest import TINY, flags
+from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from training.budget.throughput import measure_speed
 from training.checkpoints.metrics import read_events, seconds_until
 from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.samples import write_samples
 from training.checkpoints.status import hours, record
+from training.config import read_config
 from training.log.speed import Speed, in_words, peak_memory
+from training.preflight import make_plan, setup_of
 from training.report.facts import begin_report
 from training.report.report import write_report
 from training.runtime.device import Setup, describe
+
+
+def count_models() -> int:
+    return [type(each) for each in gc.get_objects()].count(GPT2ScratchForCausalLM)
 
 
 @pytest.fixture
@@ -61,6 +71,17 @@ def test_pauses_and_earlier_time_do_not_count(clock, monkeypatch):
     it.batches.seconds += 0.5
     assert (it.measured(1000)["tokens_per_second"], it.measured(1000)["seconds_per_step"]) == (500.0, 2.0)
     assert it.measured(1000)["data_share"] == 0.25
+
+
+def test_no_model_is_left_of_a_measurement(store):
+    """`gc.freeze()` would keep one for the whole run. With mixed precision, Accelerate puts it into a cycle."""
+    config = read_config(flags(**TINY | {"data": store.folder, "mixed_precision": "bf16"}))
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    plan = make_plan(config, store, store.load_tokenizer(), accelerator, setup_of(config))
+    gc.collect()
+    before = count_models()
+    measure_speed(config, plan, accelerator, store, steps=2, seconds=0.01)
+    assert count_models() == before
 
 
 def test_the_device_line_names_the_peak(monkeypatch):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils.memory import clear_device_cache
 from torch._dynamo.exc import BackendCompilerFailed
 
 from common.errors import UserError, counted
@@ -77,7 +78,10 @@ def measure_speed(
             raise compiler_error(error, " while the speed was measured", "run the same command again") from error
         raise
     finally:
-        accelerator.free_memory()  # it would keep the measured model
+        accelerator.free_memory()  # it would keep the measured model, which mixed precision puts into a cycle
+        clear_device_cache(garbage_collection=True)  # gc.freeze() would keep that for the whole run
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()  # the run reports its own
 
 
 def _measured(
