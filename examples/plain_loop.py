@@ -77,7 +77,7 @@ def train(
         inputs, targets, _ = batches(step, 0)  # (B, T) each
         set_rates(optimizer, step, schedule(step, steps, arguments))
         weight = second_target_weight(step, steps, arguments)
-        second = () if weight is None else (torch.tensor(weight, device=device),)
+        second = () if weight is None else (torch.full((), weight, device=device),)
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             loss = loss_of(inputs, targets, targets.numel(), None, *second)
         loss.backward()
