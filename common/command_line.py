@@ -4,6 +4,7 @@ import difflib
 import gc
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -109,7 +110,8 @@ class FlagParser:
 
     def _read_arguments(self, arguments: list[str], problems: Problems) -> dict[str, Any]:
         """Return the values of the flags that are right."""
-        if self.positional and arguments and not arguments[0].startswith("-"):
+        has_positional = bool(self.positional and arguments and not arguments[0].startswith("-"))
+        if has_positional:
             arguments = [f"--{self.positional}", *arguments]
         groups = [self._named(*group) for group in split_flags(arguments)]
         names, values = [name for _, name, _ in groups], {}
@@ -122,9 +124,12 @@ class FlagParser:
             if name in names[:number]:
                 problems.add(f"--{name} is given twice; give it once, with all its values.", name)
             elif surplus and is_value and target and target not in names:
-                problems.add(f"{surplus[0]} has no flag. Did you mean --{target} {' '.join(surplus)}?", target, name)
+                problems.add(f"{surplus[0]} has no flag. Did you mean --{target} {shlex.join(surplus)}?", target, name)
             elif name not in self.actions:
                 self._add_unknown("flag", spelling, problems)
+            elif surplus and has_positional and number == 0:
+                text = f"{shlex.join(surplus)} has no flag; only the first value may be given without one, see --help."
+                problems.add(text, name)
             elif surplus:
                 problems.add(f"{surplus[0]} after {spelling} is one value too many; quote a pattern or spaces.", name)
             else:

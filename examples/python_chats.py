@@ -12,6 +12,7 @@ import ast
 import itertools
 import json
 import random
+import shlex
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,7 @@ def main(arguments: list[str]) -> None:
     parser = FlagParser((ChatsArguments,), __doc__.splitlines()[0], positional="folder")
     (options,) = parser.parse(arguments, check=ChatsArguments.check)
     path, _ = write(Path(options.folder), questions_and_answers())
-    print(f"Next:\n  python -m examples.finetune_chat runs/quickstart --data {path}")
+    print(f"Next:\n  python -m examples.finetune_chat runs/quickstart --data {shlex.quote(str(path))}")
 
 
 if __name__ == "__main__":

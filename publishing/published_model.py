@@ -131,17 +131,20 @@ def find_folder(path: Path, choice: str | None) -> Path:
     run = RunFolder(run_of(path))
     if not checkpoints.complete_checkpoints(run.checkpoints):
         raise UserError(f"{run.path} cannot be published: it has no checkpoint yet; train until one is saved.")
-    return _whole(path if is_checkpoint(path) and choice is None else find_checkpoint(path, choice))
+    if is_checkpoint(path) and choice is None:
+        return _whole(path, "Publish another checkpoint of the run.")
+    return _whole(find_checkpoint(path, choice), "Publish another one with --checkpoint STEP.")
 
 
 def all_folders(checkpoint: Path) -> list[Path]:
     """Return every kept checkpoint of the run, oldest first. Raise a `UserError` if one of them is damaged."""
-    return list(map(_whole, checkpoints.complete_checkpoints(checkpoint.parent)))
+    remedy = "Delete that folder, or publish without --revisions."
+    return [_whole(path, remedy) for path in checkpoints.complete_checkpoints(checkpoint.parent)]
 
 
-def _whole(checkpoint: Path) -> Path:
+def _whole(checkpoint: Path, remedy: str) -> Path:
     if (problem := checkpoints.damage(checkpoint)) is not None:
-        raise UserError(f"{checkpoint} is damaged: {problem}. Publish another one with --checkpoint STEP.")
+        raise UserError(f"{checkpoint} is damaged: {problem}. {remedy}")
     return checkpoint
 
 

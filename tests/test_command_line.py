@@ -127,6 +127,8 @@ def test_leading_arguments_without_a_flag_fill_the_positional_field():
         parser.parse(["runs/x", *words, "--n_layer=2"]) for parser, words in zip(parsers, ([], ["y"]), strict=True)
     ]
     assert models == [(Model(n_layer=2, name="runs/x"),), (Model(n_layer=2, input=["runs/x", "y"]),)]
+    with pytest.raises(UserError, match=r"^'a b' has no flag; only the first value may be given without one"):
+        FlagParser((Model,), "A command.", positional="name").parse(["runs/x", "a b"])
 
 
 @pytest.mark.parametrize(

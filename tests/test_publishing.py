@@ -118,9 +118,10 @@ def test_the_requested_checkpoint_is_chosen(a_copy):
 
 
 def test_nothing_is_published_if_a_checkpoint_is_damaged(a_copy, hub):
-    for step, flag in ((2, "--revisions"), (6, "--dry_run")):
+    for step, flag, remedy in ((2, "--revisions", "without --revisions"), (6, "--dry_run", "with --checkpoint STEP")):
         (a_copy / "checkpoints" / f"step_0000000{step}" / "config.json").write_text("{}")
-        assert_user_error(rf"step_0000000{step} is damaged: config\.json has 2 bytes instead of", push, a_copy, flag)
+        sentence = rf"step_0000000{step} is damaged: config\.json has 2 bytes instead of .* {remedy}\."
+        assert_user_error(sentence, push, a_copy, flag)
         assert not hub.repositories
 
 

@@ -98,8 +98,9 @@ class Tuning:
         kinds = {file.path: kind_of(file.path) for file in Corpus([self.data], CorpusArguments()).all_files}
         used = {path: kind for path, kind in kinds.items() if kind != "text"}
         wanted = "records" if used else "text"
+        skipped = files.BinaryError if os.path.isfile(self.data) else files.UnreadableError
         for path in () if used else kinds:
-            with files.readable(path), suppress(files.BinaryError):
+            with suppress(skipped), files.readable(path):
                 files.check_text(files.head(path), path)
                 used[path] = "text"
         if not used:

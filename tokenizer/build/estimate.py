@@ -155,7 +155,7 @@ def _records(dataset: HubDataset) -> int:
     if facts is None or not facts.num_examples:
         raise UserError(
             f"{dataset} does not state its number of records, so its size cannot be estimated; tokenize it first "
-            f"(python -m tokenizer.pretokenize --input {dataset} --output data/{dataset.name.split('/')[1]}), and use "
-            f"that store as --data."
+            f"(python -m tokenizer.pretokenize --input {dataset} --output data/{dataset.name.split('/')[1]}, with this "
+            "command's settings of text and tokenizer), and use that store as --data, without these settings."
         )
     return facts.num_examples

@@ -289,7 +289,7 @@ class StoreBuilder:
                 )
             return source, special, variables
         if arguments.tokenizer_type == "character":
-            raise UserError("Chats need control tokens, but a character tokenizer has none; leave out tokenizer_type.")
+            raise UserError("Chats need control tokens, but a character tokenizer has none; use --tokenizer_type bpe.")
         variables = dict.fromkeys(["bos_token", "eos_token"], vocabulary.END_OF_TEXT)
         marks += ChatTemplate(source, (), variables).marks
         control = list(dict.fromkeys([vocabulary.END_OF_TEXT, *marks, *arguments.special_tokens]))

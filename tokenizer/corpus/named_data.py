@@ -62,7 +62,8 @@ def find(entry: str) -> NamedData | None:
     data = _read(FOLDER / f"{name}.yaml")
     if (LANGUAGE in (data.config or "")) != bool(language):
         raise UserError(
-            f"{entry} {'has no languages' if language else f'needs a language, such as {name}:de'}; see --list."
+            f"{entry} {'has no languages' if language else f'needs a language, such as {name}:de'}; see "
+            "`python -m tokenizer.pretokenize --list`."
         )
     return replace(data, config=data.config and data.config.replace(LANGUAGE, language))
 

@@ -263,7 +263,9 @@ def load(name: str | Path) -> "PreTrainedTokenizerBase":
         hub.require(str(name), "a tokenizer", "tokenizer.json", "tokenizer_config.json", "vocab.json")
     files = ("tokenizer.json", "vocab.json")  # without both, AutoTokenizer would return an empty one
     if folder.is_dir() and not any((folder / file).is_file() for file in files):
-        raise UserError(f"{name} has neither tokenizer.json nor vocab.json, so no tokenizer can be loaded.")
+        model = folder / "model"
+        hint = f" Did you mean {model}?" if (model / files[0]).is_file() else ""
+        raise UserError(f"{name} has neither tokenizer.json nor vocab.json, so no tokenizer can be loaded.{hint}")
     if link := next(_links_out(folder), None):
         raise UserError(f"{link} is a link out of the folder, whose content would be copied; replace it by the file.")
     from transformers import AutoTokenizer, logging

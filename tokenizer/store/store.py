@@ -117,7 +117,7 @@ class TokenStore:
                         problems.append(f"{path.parent} is not the tokenizer that these tokens were encoded with.")
                 elif (length := path.stat().st_size) != size:
                     problems.append(f"{path} is {length:,} bytes long, not {size:,}: it is truncated or was changed.")
-        Problems(f"{problem} Delete it and build it again." for problem in problems).refuse()
+        Problems(f"{problem} Delete {self.folder} and build it again." for problem in problems).refuse()
 
     @staticmethod
     def is_store(folder: str | Path) -> bool:
@@ -176,8 +176,8 @@ class TokenStore:
         if (largest := int(self.memory_map(split).max())) >= self.metadata.vocab_size:
             raise UserError(
                 f"{self.folder / tokens_file(split)} contains token id {largest}, but its vocabulary has only "
-                f"{self.metadata.vocab_size} tokens; the file or metadata.json was changed. Delete it and build it "
-                f"again."
+                f"{self.metadata.vocab_size} tokens; the file or metadata.json was changed. Delete {self.folder} "
+                "and build it again."
             )
 
     def check_hashes(self, *splits: str) -> None:
@@ -240,7 +240,7 @@ def read_metadata(folder: Path) -> Metadata:
         return schema.build(_from_format_1(content) if version == 1 else content, Metadata)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path} is not the metadata of a token store ({error}). Delete it and build it again."
+            f"{path} is not the metadata of a token store ({error}). Delete {folder} and build it again."
         ) from error
 
 

@@ -242,7 +242,8 @@ def advice(forecast: Forecast) -> Iterator[str]:
     # The last validation scores the whole split in any case.
     share = forecast.evaluation_share * (1 - forecast.store.metadata.val.tokens / forecast.validation_tokens)
     if share > VALIDATION_SHARE:
-        yield f"Validations before the last take {share:.0%} of the time; raise eval_steps or set max_eval_samples."
+        text = "validate less often (eval_strategy, eval_steps) or set max_eval_samples."
+        yield f"Validations before the last take {share:.0%} of the time; {text}"
 
 
 def _attention_advice(device: torch.device, setup: Setup, model: GPT2ScratchConfig) -> Iterator[str]:

@@ -268,10 +268,11 @@ class Sizer:
         `sample`: the store to measure speed with."""
         model = self._model(self.depths[0])
         if (n_bytes := self._bytes(model)) > self.memory:  # even the smallest model does not fit
+            other_device = ", or another --plan_device" * (self.config.cost.plan_device is not None)
             raise UserError(
                 f"A model with {counted(model.n_layer, 'layer')} of width {model.n_embd} needs up to "
                 f"{n_bytes / 1e9:,.0f} GB for weights, gradients and moments, but {self.memory / 1e9:,.0f} GB are "
-                "free; use fewer layers, a smaller width, or another --plan_device."
+                f"free; use fewer layers or a smaller width{other_device}."
             )
         amount, cost, limit = self.config.budget.amount, self.config.cost, {}
         if amount is not None and amount.unit != "flops":

@@ -146,7 +146,7 @@ class Backup:
         except DamageError:  # an OSError, too
             raise
         except OSError as error:
-            other = f", or leave out --backup_dir to resume from the files in {self.run.path}"
+            other = f", or remove backup_dir (flag, or line in config.yaml) to resume from the files in {self.run.path}"
             raise UserError(
                 f"{self.run.path} could not be restored from {self.there.path} ({_reason(error)}): fix that and run "
                 f"the same command again{other if complete_checkpoints(self.run.checkpoints) else ''}."

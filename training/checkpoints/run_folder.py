@@ -142,8 +142,8 @@ class RunFolder:
         if candidates:
             use = f"start from the last weights with --init_from {quote(str(self.model))} and another --output_dir, or "
             raise UserError(
-                f"All checkpoints in {self.checkpoints} are damaged; {use * self.model.is_dir()}delete the run with "
-                "--overwrite_output_dir."
+                f"All checkpoints in {self.checkpoints} are damaged; without --resume_from_checkpoint, "
+                f"{use * self.model.is_dir()}repeat the run's first command with --overwrite_output_dir."
             )
         return None
 

@@ -122,7 +122,7 @@ class Advisor:
             if step == 0:
                 hint = "That is the model it started from: divide learning_rate by 3"
             elif not (self.folder.checkpoints / folder_name(step)).is_dir():
-                hint = "No checkpoint was saved then: set save_steps to eval_steps"
+                hint = "No checkpoint was saved then: save with each validation (save_strategy, save_steps)"
             text = (
                 f"The validation loss is rising, from {best:.4f} at step {step:,} to {newest:.4f}: the model "
                 f"overfits. {hint}; use more text, or fewer epochs (docs/small_data.md)."

@@ -102,8 +102,8 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
     if is_alone_by_mistake():
         problems.add(
             "accelerate launch was asked for several processes but started one, because of --cpu or because there "
-            "are fewer GPUs than processes; add --config_file launch/two_cpu_processes.yaml, or launch/one_node.yaml "
-            "for GPUs."
+            "are fewer GPUs than processes; leave out --cpu, and add --config_file launch/two_cpu_processes.yaml, or "
+            "launch/one_node.yaml for GPUs."
         )
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if processes > 1 and not parse_flag_from_env("ACCELERATE_USE_CPU") and 0 < torch.cuda.device_count() < processes:
