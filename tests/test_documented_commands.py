@@ -63,7 +63,7 @@ REPLACED = {
     f"{CRAWL} --shard $SLURM_ARRAY_TASK_ID/64": f"{BOOKS} --output data/crawl --vocab_size 300 --shard 0/1",
     f"{CRAWL} --merge": f"{BOOKS} --output data/crawl --vocab_size 300 --merge",
     f"{GPT2} --plan": f"{GPT2} --plan {SMALL} --plan_steps 0",
-    "accelerate launch --quiet train_accelerate.py --data my.txt --report_to tensorboard wandb": (
+    f"{TRAIN} --data my.txt --report_to tensorboard": (
         f"{TRAIN} --data my.txt --report_to tensorboard --output_dir runs/tracked {SMALL}"
     ),
     "python -m training.sweep --max_steps 70 --vary learning_rate=1e-2,2e-2,4e-2": (
