@@ -160,9 +160,11 @@ def assumed_speed(device: str, model: GPT2ScratchConfig, mixed_precision: str, d
     if peak is None or size_of(model).products < FILLS_A_GPU:
         return None
     at_peak = peak * devices / flops_per_token(model)
-    lowest, usual, highest = reported_mfu(device) or DEFAULT_MFU
+    reports = reported_mfu(device)
+    lowest, usual, highest = reports or DEFAULT_MFU
+    whose = "others report" if reports else "no reports for it, so a guess of"
     source = (
-        f"assumed: {usual:.0%} of its peak; others report {lowest:.0%} to {highest:.0%}, which is "
+        f"assumed: {usual:.0%} of its peak; {whose} {lowest:.0%} to {highest:.0%}, which is "
         f"{lowest * at_peak:,.0f} to {highest * at_peak:,.0f} tokens/s"
     )
     return Throughput(usual * at_peak, source, usual)
