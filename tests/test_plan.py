@@ -52,7 +52,8 @@ def test_cuda_graphs_are_refused_with_gradient_accumulation(store, tmp_path, cap
         refusal = f"{mode} uses CUDA graphs, which overwrite the gradients accumulated over 2 micro-batches"
         assert_user_error(refusal, planned, store, tmp_path, capsys, torch_compile_mode=mode, **settings)
     for change in ({"per_device_train_batch_size": 4}, {"torch_compile_mode": "max-autotune-no-cudagraphs"}):
-        assert "compiled" in planned(store, tmp_path, capsys, **settings | {"torch_compile_mode": mode} | change)
+        output = planned(store, tmp_path, capsys, **settings | {"torch_compile_mode": mode} | change)
+        assert ", compiled (from its datasheet)" in output
 
 
 def test_plan_for_a_gpu_does_not_guess_for_small_models(store, tmp_path, capsys):
