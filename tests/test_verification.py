@@ -49,8 +49,8 @@ def test_a_bit_flipped_between_two_starts_ends_the_resumed_run(train, copy, tmp_
 
 def test_the_first_checkpoint_waits_for_the_hashes_and_training_does_not(train, tmp_path, monkeypatch):
     """Here, hashing takes until the third step is finished, and the checkpoint of the second step waits for it."""
-    is_hashed, log_file = threading.Event(), tmp_path / "run" / "metrics.jsonl"
-    monkeypatch.setattr(TokenStore, "check_hashes", lambda self: is_hashed.wait(60))
+    is_hashed, in_time, log_file = threading.Event(), [], tmp_path / "run" / "metrics.jsonl"
+    monkeypatch.setattr(TokenStore, "check_hashes", lambda self: in_time.append(is_hashed.wait(60)))
 
     def release():
         while not (log_file.exists() and '"step": 3' in log_file.read_text()):
@@ -62,6 +62,7 @@ def test_the_first_checkpoint_waits_for_the_hashes_and_training_does_not(train, 
     thread.start()
     train(tmp_path / "run", save_steps=2, eval_strategy="no", max_steps=5)
     thread.join()
+    assert in_time == [True]
     assert RunFolder(tmp_path / "run").newest_step() == 5
 
 
