@@ -13,7 +13,6 @@ from datasets import Dataset
 from test_publishing import card_of
 
 from common.errors import UserError
-from conftest import trained
 from examples.tuning.base import record_of
 from examples.tuning.settings import Tuning
 from tokenizer.corpus import files, named_data
@@ -73,8 +72,8 @@ def mutated(original: bytes, name: str, rng: random.Random) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def finished(store, tmp_path_factory):
-    run = trained(store, tmp_path_factory.mktemp("runs") / "finished")
+def finished(finished, tmp_path_factory):
+    run = shutil.copytree(finished, tmp_path_factory.mktemp("runs") / "finished")
     evaluate.main([str(run), "--memorization"])
     record = {"steps": ["x"], "base_model": None, "datasets": ["me/x"], "original_data": None}
     (run / "finetuning.json").write_text(json.dumps(record))
