@@ -296,12 +296,3 @@ def test_the_model_of_a_depth_is_not_checked_with_the_quickstarts_width(tmp_path
     read_config(flags(data=tmp_path / "text.txt", depth=12, n_head=12), check)
     (tmp_path / "budget.yaml").write_text("budget: 10m\nmax_steps: 50\nadam_epsilon: 1.0e-9\n")
     assert not read_config(flags(data=tmp_path / "text.txt", config=tmp_path / "budget.yaml")).is_resolved
-
-
-def test_the_choice_that_a_plan_prints_can_be_planned(store, tmp_path, capsys):
-    settings = {"data": store.folder, "budget": "1e11flops", "plan_steps": 0, "torch_compile": "false"}
-    train_accelerate.main([*flags(**settings), "--plan"])
-    choice = capsys.readouterr().out.split("The choice as YAML")[1]
-    (tmp_path / "chosen.yaml").write_text(choice.split("\n", 1)[1])
-    train_accelerate.main(["--config", str(tmp_path / "chosen.yaml"), "--plan", "--plan_steps", "0"])
-    assert "The choice as YAML" in capsys.readouterr().out

@@ -355,7 +355,7 @@ def test_a_plan_has_one_answer_in_bounded_steps(store, tmp_path, capsys, monkeyp
     assert row == time_estimate != "0:00"
 
 
-def test_the_plan_prints_a_choice_that_runs(store, tmp_path, capsys):
+def test_the_plan_prints_a_choice_that_can_be_planned_and_runs(store, tmp_path, capsys):
     arguments = "--budget 6e9flops --plan_steps 0 --torch_compile false --plan".split()
     train_accelerate.main([*flags(data=store.folder, output_dir=tmp_path / "run"), *arguments])
     output = capsys.readouterr().out
@@ -364,6 +364,8 @@ def test_the_plan_prints_a_choice_that_runs(store, tmp_path, capsys):
     path = tmp_path / "chosen.yaml"
     path.write_text(output.split("--config:\n")[1], encoding="utf-8")
     assert yaml.safe_load(path.read_text())["optimizer"] == "muon"
+    train_accelerate.main(["--config", str(path), "--plan", "--plan_steps", "0"])
+    assert "The choice as YAML" in capsys.readouterr().out
     reset_accelerate()
     train_accelerate.main(["--config", str(path), "--output_dir", str(tmp_path / "run")])
     assert lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == read_yaml(path)["max_steps"]
