@@ -301,11 +301,7 @@ def test_a_dry_run_writes_the_folder_of_the_space(tmp_path, monkeypatch, capsys)
     demo.main(["me/small", "me/large@step1", "--space", "me/try-them", "--dry_run"])
     folder = Path("runs/spaces/try-them")
     assert capsys.readouterr().out == f"Not uploaded (--dry_run): {folder} would be uploaded to me/try-them.\n"
-    assert FILES ^ {it.name for it in folder.iterdir()} == {
-        ".gpt2scratch.json",
-        "modeling_gpt2scratch",
-        "publishing",
-    }
+    assert FILES ^ {it.name for it in folder.iterdir()} == {".gpt2scratch.json", "modeling_gpt2scratch", "publishing"}
     assert {path.name for path in (folder / "modeling_gpt2scratch").iterdir()} == PACKAGE
     card = SpaceCard.load(folder / "README.md")
     assert (card.data.sdk, card.data.app_file, card.data.models) == ("gradio", "app.py", ["me/small", "me/large"])

@@ -11,12 +11,8 @@ from conftest import REPOSITORY
 FAKE_CUDA = REPOSITORY / "tests" / "fake_cuda" / "README.md"
 PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md"), FAKE_CUDA])
 DOCS = [page for page in PAGES if page.parent == REPOSITORY / "docs" and page.name != "log.md"]
-MAINTAINERS = {
-    "CONTRIBUTING.md",
-    "AGENTS.md",
-    "architecture.md",
-    "customize.md",
-}  # they may link the log of experiments
+# They may link the log of experiments.
+MAINTAINERS = {"CONTRIBUTING.md", "AGENTS.md", "architecture.md", "customize.md"}
 LONGEST_CODE = 100  # characters that GitHub shows without a scroll bar
 
 

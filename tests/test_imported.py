@@ -70,11 +70,7 @@ def test_file_without_document_ends_is_one_document(store, flags, tmp_path):
     [
         (b"\1\0" * 50 + b"\1", ["--dtype", "uint16"], r"has 101 bytes, which are not ids of 2 bytes each; check"),
         (b"", ["--dtype", "uint16"], r"has 0 bytes"),
-        (
-            b"\x93NUMPY" + b"\1\0" * 61,
-            ["--dtype", "uint16"],
-            r"begins with a header of NumPy; write its ids with",
-        ),
+        (b"\x93NUMPY" + b"\1\0" * 61, ["--dtype", "uint16"], r"begins with a header of NumPy; write its ids with"),
         (b"\1\0\xff\xff", ["--dtype", "uint16"], r"id 65,535 at place 1, but the tokenizer has 300 tokens; check"),
         (b"\1\0\xff\xff", ["--dtype", "int16"], r"id -1 at place 1, but the tokenizer has 300 tokens"),
         (b"\1\0\0\0" * 50, ["--dtype", "uint16"], r"Every second id of .* is 0, .* larger type than uint16; check"),

@@ -552,11 +552,8 @@ def test_every_checkpoint_becomes_a_branch(a_copy, hub, checks):
         for method, path in hub.requests
         if "PUT" in method or "/branch/" in path
     ]
-    assert order[-3:] == [
-        "PUT",
-        "branch",
-        "branch",
-    ]  # a new branch, which has main's files, does not wait for its weights
+    # A new branch, which has main's files, does not wait for its weights.
+    assert order[-3:] == ["PUT", "branch", "branch"]
     assert sorted(path.name for path in a_copy.glob("hub*")) == ["hub"]
     assert checks[1::2] == ["me/tiny"] * 3  # each after its folder
     assert [Path(name).name for name in checks[::2]] == ["hub", *(f"hub-{name}" for name in names)]

@@ -99,8 +99,7 @@ def assert_same(run: Path, expectation: Path, tolerance: float = 1e-6) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "alone"),
-    [("ddp", "alone"), ("fsdp", "alone"), ("fsdp_offloaded", "alone"), ("fsdp_tied", "alone_tied")],
+    ("name", "alone"), [("ddp", "alone"), ("fsdp", "alone"), ("fsdp_offloaded", "alone"), ("fsdp_tied", "alone_tied")]
 )
 def test_two_processes_train_like_one(runs, name, alone):
     assert_same(runs / name, runs / alone)

@@ -117,9 +117,8 @@ def test_a_store_that_does_not_answer_ends_the_process(monkeypatch, tmp_path, ca
     monkeypatch.setattr(watchdog, "leave", lambda code: ended.set() or threading.Event().wait())
     monkeypatch.setattr(watchdog, "print_unbuffered", print)
     silent = watchdog.Watchdog(1, 2, 600, RunFolder(tmp_path / "my run"))
-    silent._store = SimpleNamespace(
-        set=lambda *_: threading.Event().wait()
-    )  # as if the machine of rank 0 had lost its power
+    # As if the machine of rank 0 had lost its power.
+    silent._store = SimpleNamespace(set=lambda *_: threading.Event().wait())
     silent._thread = threading.Thread(target=silent._watch, daemon=True)
     silent._thread.start()
     threading.Thread(target=silent._watch_connection, daemon=True).start()
