@@ -111,8 +111,8 @@ def memory_map(folder: Path) -> Callable[[], np.ndarray]:
     return lambda: np.memmap(folder / "store" / "train.bin", dtype=np.uint16, mode="r")
 
 
-def ours(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
-    """Measure `accelerate launch train_accelerate.py` on the workload, from the run's own log."""
+def ours(folder: Path, workload: Workload, measurement: Measurement, **flags: str) -> dict[str, Any]:
+    """Measure `accelerate launch train_accelerate.py` with these flags on the workload, from the run's own log."""
     run = folder / f"run-{os.getpid()}"
     steps = measurement.warmup + measurement.windows * measurement.steps
     settings = {
@@ -133,7 +133,7 @@ def ours(folder: Path, workload: Workload, measurement: Measurement, more: dict[
         "max_eval_samples": 1,
         "sample_prompts": "word1",
         "sample_tokens": 0,
-        **more,
+        **flags,
     }
     environment = os.environ | {"TORCH_LOGS": "recompiles,graph_breaks"}
     start = time.time()
@@ -171,8 +171,9 @@ def ours(folder: Path, workload: Workload, measurement: Measurement, more: dict[
     }
 
 
-def raw(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
-    """Measure our model in a minimal loop, which shows the overhead of Accelerate and the rest of a run."""
+def raw(folder: Path, workload: Workload, measurement: Measurement, **switches: Any) -> dict[str, Any]:
+    """Measure our model in a minimal loop, which shows the overhead of Accelerate and the rest of a run.
+    `switches`: settings of a `Rung`."""
     from common.machine import keep_freed_memory
     from modeling_gpt2scratch import GPT2ScratchConfig
     from tokenizer.store.store import TokenStore
@@ -184,7 +185,7 @@ def raw(folder: Path, workload: Workload, measurement: Measurement, more: dict[s
     from training.step.optim import OptimArguments, build_optimizer
 
     torch.set_float32_matmul_precision("high")
-    rung = Rung(**more)
+    rung = Rung(**switches)
     if rung.keeps_memory and DEVICE.type == "cpu":
         keep_freed_memory()
     arguments = DeviceArguments(
@@ -234,16 +235,24 @@ def raw(folder: Path, workload: Workload, measurement: Measurement, more: dict[s
     return measured(step, measurement)
 
 
-def nanogpt(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
+def nanogpt(
+    folder: Path,
+    workload: Workload,
+    measurement: Measurement,
+    path: str,
+    compiled: bool = True,
+    bf16: bool = False,
+    keeps_memory: bool = False,
+) -> dict[str, Any]:
     """Measure nanoGPT: model.py from the clone at `path`, with the training step of its train.py.
 
     `bf16` adds autocast on a CPU, where nanoGPT's train.py does not use it. `keeps_memory` keeps freed memory.
     """
     from common.machine import keep_freed_memory
 
-    if more.get("keeps_memory"):
+    if keeps_memory:
         keep_freed_memory()
-    sys.path.insert(0, more["path"])
+    sys.path.insert(0, path)
     from model import GPT, GPTConfig  # nanoGPT's model.py
 
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -257,10 +266,8 @@ def nanogpt(folder: Path, workload: Workload, measurement: Measurement, more: di
     if not workload.tie_word_embeddings:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), DEVICE.type)
-    forward = torch.compile(model) if more.get("compiled", True) else model
-    autocast = (
-        torch.autocast(DEVICE.type, torch.bfloat16) if DEVICE.type == "cuda" or more.get("bf16") else nullcontext()
-    )
+    forward = torch.compile(model) if compiled else model
+    autocast = torch.autocast(DEVICE.type, torch.bfloat16) if DEVICE.type == "cuda" or bf16 else nullcontext()
     get_batch = rows_one_by_one(memory_map(folder), workload.sequences, workload.n_positions)
     following = [get_batch()]
 
@@ -280,13 +287,12 @@ def nanogpt(folder: Path, workload: Workload, measurement: Measurement, more: di
     return measured(step, measurement)
 
 
-def trainer(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
+def trainer(folder: Path, workload: Workload, measurement: Measurement, tuned: bool) -> dict[str, Any]:
     """Measure Transformers' Trainer with its GPT-2, as shipped or `tuned`.
 
     `tuned` compiles the model, sets the workload's dropout, uses the fused AdamW, and turns off the NaN filter of the
     losses, which synchronizes with the device at every step.
     """
-    tuned = more["tuned"]
     settings = {
         "output_dir": str(folder / f"trainer-{os.getpid()}"),
         "per_device_train_batch_size": workload.sequences,
@@ -322,7 +328,7 @@ def trainer(folder: Path, workload: Workload, measurement: Measurement, more: di
     }
 
 
-def ceilings(folder: Path, workload: Workload, measurement: Measurement, more: dict[str, Any]) -> dict[str, Any]:
+def ceilings(folder: Path, workload: Workload, measurement: Measurement) -> dict[str, Any]:
     """Measure the limits of the device in bf16 on random data: a large matrix product, our own shapes, and a copy."""
     M, C, V = workload.tokens, workload.n_embd, workload.vocab_size
     large = 8192 if DEVICE.type == "cuda" else 2048
@@ -348,12 +354,19 @@ def ceilings(folder: Path, workload: Workload, measurement: Measurement, more: d
 CONTESTANTS = {"ours": ours, "raw": raw, "nanogpt": nanogpt, "trainer": trainer, "ceilings": ceilings}
 
 
-def compete(folder: Path, workload: Workload, measurement: Measurement, contestant: str, **more: Any) -> dict[str, Any]:
-    """Run a contestant in a fresh process and return the result that it printed."""
-    request = {"contestant": contestant, "workload": vars(workload), "measurement": vars(measurement), "more": more}
+def compete(
+    folder: Path, workload: Workload, measurement: Measurement, contestant: str, **options: Any
+) -> dict[str, Any]:
+    """Run a contestant with its options in a fresh process and return the result that it printed."""
+    request = {
+        "contestant": contestant,
+        "workload": vars(workload),
+        "measurement": vars(measurement),
+        "options": options,
+    }
     result = run_python("-m", "benchmarks.contestants", folder, json.dumps(request), capture_output=True, check=False)
     if result.returncode:
-        sys.exit(f"{contestant} {more} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
+        sys.exit(f"{contestant} {options} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
     return json.loads(result.stdout.splitlines()[-1])
 
 
@@ -362,7 +375,7 @@ def main() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     folder, request = Path(sys.argv[1]), json.loads(sys.argv[2])
     run = CONTESTANTS[request["contestant"]]
-    result = run(folder, Workload(**request["workload"]), Measurement(**request["measurement"]), request["more"])
+    result = run(folder, Workload(**request["workload"]), Measurement(**request["measurement"]), **request["options"])
     print("\n" + json.dumps(result))
 
 
