@@ -7,7 +7,7 @@ The batch is the same on all rungs. Each rung trains our model in a plain loop, 
 in several rounds.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -32,19 +32,29 @@ class LadderArguments:
     steps: int = setting(5, "Steps per window.", minimum=1)
 
 
-NAIVE = Rung("memory_map_loop", False, False, "eager", False, False, False)
-LADDER = {
-    "memory map, a loop over rows": NAIVE,
-    "RAM, a loop over rows": Rung("ram_loop", False, False, "eager", False, False, False),
-    "RAM, gathered at once": Rung("ours", False, False, "eager", False, False, False),
-    "compiled": Rung("ours", True, False, "eager", False, False, False),
-    "bf16": Rung("ours", True, True, "eager", False, False, False),
-    "fused attention (SDPA)": Rung("ours", True, True, "sdpa", False, False, False),
-    "the device's best attention": Rung("ours", True, True, "auto", False, False, False),
-    "fused loss, no logits": Rung("ours", True, True, "auto", True, False, False),
-    "fused AdamW": Rung(keeps_memory=False),
-    "freed memory kept (CPU)": Rung(),
+NAIVE = Rung(
+    batches="memory_map_loop",
+    compiled=False,
+    bf16=False,
+    attention="eager",
+    fused_loss=False,
+    fused_optimizer=False,
+    keeps_memory=False,
+)
+ADDED = {  # optimizations in order, each added to those before it
+    "RAM, a loop over rows": {"batches": "ram_loop"},
+    "RAM, gathered at once": {"batches": "ours"},
+    "compiled": {"compiled": True},
+    "bf16": {"bf16": True},
+    "fused attention (SDPA)": {"attention": "sdpa"},
+    "the device's best attention": {"attention": "auto"},
+    "fused loss, no logits": {"fused_loss": True},
+    "fused AdamW": {"fused_optimizer": True},
+    "freed memory kept (CPU)": {"keeps_memory": True},
 }
+LADDER = {"memory map, a loop over rows": NAIVE}
+for name, change in ADDED.items():
+    LADDER[name] = replace(LADDER[next(reversed(LADDER))], **change)
 WITHOUT_ONE = {
     "batches gathered at once": Rung(batches="memory_map_loop"),
     "compilation": Rung(compiled=False),
