@@ -14,8 +14,9 @@ from huggingface_hub.repocard_data import model_index_to_eval_results
 from common.errors import NONSENSE
 from common.limits import setting
 from modeling_gpt2scratch.conversion_gpt2scratch import native_kind
+from publishing.model_index import harness_entries, validation_results
 from publishing.onnx_file import onnx_config
-from publishing.published_model import PublishedModel, harness_entries
+from publishing.published_model import PublishedModel
 from publishing.upload import PUBLISHED_KINDS, SIGNATURE, Repository
 from tokenizer.encoding import encode
 from training.checkpoints.loading import is_hub_id
@@ -25,7 +26,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 # Metadata that is not kept from the card of a model folder or of the repository; flags replace the others.
 COMPUTED = {"library_name", "pipeline_tag", "tags", "model-index", "model_name", "eval_results"}
 RESERVED = {"self", "ignore_metadata_errors", *dir(ModelCardData)}  # names that `ModelCardData` uses itself
-VALIDATION = {"eval_loss": "Loss", "eval_perplexity": "Perplexity", "eval_bits_per_byte": "Bits per byte"}
 
 
 @dataclass
@@ -154,15 +154,7 @@ def _metadata(release: PublishedModel, repository: Repository, options: FolderAr
         elif release.facts is not None:  # the store is gone, but the report names the Hub datasets
             values["datasets"] = sorted(release.facts["data"].get("commits", {}))
     metadata = metadata | {name: value for name, value in values.items() if value}
-    tasks = release.evaluation.get("tasks", {"configs": {}})
-    of_tasks = list(harness_entries(tasks))
-    names = {(result.unique_identifier, result.dataset_name) for result in of_tasks}  # each task has one source
-    others = [result for result in release.harness if (result.unique_identifier, result.dataset_name) not in names]
-    results = [*validation_results(release), *others, *of_tasks]
-    with suppress(*NONSENSE):  # of the page of a model without a run
-        earlier = model_index_to_eval_results(metadata["model-index"])[1] if training is None else []
-        new = {(result.unique_identifier, result.metric_type) for result in results}
-        results = [*(old for old in earlier if (old.unique_identifier, old.metric_type) not in new), *results]
+    results = _results(release)
     return ModelCardData(
         library_name="transformers" if options.has_weights else "transformers.js",
         pipeline_tag="text-generation",
@@ -172,21 +164,16 @@ def _metadata(release: PublishedModel, repository: Repository, options: FolderAr
     )
 
 
-def validation_results(release: PublishedModel) -> list[EvalResult]:
-    """Return the run's validation of the checkpoint for the Hub's `model-index`."""
-    record = (release.training and release.training.validation) or {}
-    return [
-        EvalResult(
-            task_type="text-generation",
-            task_name="Language modeling",
-            dataset_type="text",
-            dataset_name="held-out text of the training sources",
-            dataset_split="validation",
-            metric_type=name.removeprefix("eval_"),
-            metric_name=title,
-            metric_value=round(record[name], 4),
-            verified=False,
-        )
-        for name, title in VALIDATION.items()
-        if name in record
-    ]
+def _results(release: PublishedModel) -> list[EvalResult]:
+    """Return the results for the Hub's `model-index`. Those of evaluate.py replace those of lm-eval for the same task,
+    and both replace those on the page of a model without a run."""
+    of_tasks = list(harness_entries(release.evaluation.get("tasks", {"configs": {}})))
+    names = {(result.unique_identifier, result.dataset_name) for result in of_tasks}
+    others = [result for result in release.harness if (result.unique_identifier, result.dataset_name) not in names]
+    validation = release.training and release.training.validation
+    results = [*validation_results(validation or {}), *others, *of_tasks]
+    with suppress(*NONSENSE):  # of the page
+        earlier = model_index_to_eval_results(release.metadata["model-index"])[1] if release.training is None else []
+        new = {(result.unique_identifier, result.metric_type) for result in results}
+        results = [*(old for old in earlier if (old.unique_identifier, old.metric_type) not in new), *results]
+    return results

@@ -1,11 +1,8 @@
 """Model to publish, with all facts for its card, its files and its verification. Only this module and the demo read the
 run folder."""
 
-import itertools
-import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +12,11 @@ import yaml
 from huggingface_hub import EvalResult
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from common.errors import NONSENSE, UserError
+from common.errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from modeling_gpt2scratch.loading import CONFIG, TOKENIZER, own_file, tokenizer_files
 from modeling_gpt2scratch.prompts import add_turn_end
+from publishing.model_index import harness_results
 from publishing.upload import FRONT_MATTER, SIGNATURE_PATTERN, metadata_of
 from tokenizer.encoding import vocabulary
 from tokenizer.store.store import TokenStore
@@ -33,7 +31,6 @@ from training.report.report import evaluation_of, facts_of, sections_of
 
 ROOT_PAGE = "docs/root_model.md"  # page of the model in this repository, whose README.md is about the repository
 LICENSE = {"license", "license_name", "license_link"}  # metadata that belong together
-HARNESS = "https://github.com/EleutherAI/lm-evaluation-harness"
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ class PublishedModel:
             metadata=metadata,
             sections=sections,
             evaluation=evaluation_of(home, folder) or {},
-            harness=_harness_results(home, folder),
+            harness=harness_results(home, folder),
             plots=[plot for plot in run.plots.values() if plot.is_file()] if run is not None else [],
         )
 
@@ -205,47 +202,3 @@ def read_page(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     sections = sections_of(SIGNATURE_PATTERN.sub("", FRONT_MATTER.sub("", page)).strip())
     sections[""] = re.sub(r"\A# .*\n*", "", sections[""]).strip()
     return metadata, sections
-
-
-def _harness_results(home: RunFolder, folder: Path) -> list[EvalResult]:
-    """Return the newest results of lm-eval for these weights, without those of --limit. `home`: the run, or the folder
-    of a model without a run."""
-    results, is_own_model = {}, is_checkpoint(folder) and home.checkpoint_of_model() == folder
-    paths = filter(Path.is_file, home.evaluations.glob("**/results_*.json"))
-    for path in sorted(paths, key=lambda path: path.stat().st_mtime):
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            model, entries = Path(content["model_name"]).resolve(), list(harness_entries(content))
-            by_task: dict[tuple[str, str], list[EvalResult]] = {}
-            for entry in entries:
-                by_task.setdefault((entry.dataset_name, entry.unique_identifier), []).append(entry)
-            is_part = bool(content.get("config", {}).get("limit"))  # of the documents
-        except NONSENSE as error:
-            raise UserError(f"{path} is incomplete or damaged; delete it, or run lm_eval again.") from error
-        is_own = model == folder.resolve()
-        if is_own_model and model == home.model.resolve():  # with these weights, if they are older than the results
-            weights = (folder / checkpoints.MANIFEST, home.model / checkpoints.WEIGHTS)
-            is_own = path.stat().st_mtime >= max(file.stat().st_mtime for file in weights)
-        results |= by_task if is_own and not is_part else {}
-    return [*itertools.chain.from_iterable(results.values())]
-
-
-def harness_entries(content: dict[str, Any]) -> Iterator[EvalResult]:
-    """Yield the results in a file of lm-eval for the Hub's `model-index`."""
-    for name, task in content["configs"].items():
-        # Local tasks have no dataset id on the Hub, and a local path must not be published.
-        is_local = task["dataset_path"] in (None, "json") or Path(task["dataset_path"]).is_absolute()
-        for key, value in content["results"][name].items():
-            metric, _, name_of_filter = key.partition(",")
-            if name_of_filter and not metric.endswith("_stderr") and isinstance(value, float):
-                yield EvalResult(
-                    task_type="text-generation",
-                    dataset_type=name if is_local else task["dataset_path"],
-                    dataset_name=name,
-                    dataset_config=task.get("dataset_name"),
-                    dataset_split=task.get("test_split") or task.get("validation_split"),
-                    metric_type=metric,
-                    metric_value=value,
-                    source_name=f"lm-eval {content['lm_eval_version']}, {content['n-shot'][name]}-shot",
-                    source_url=HARNESS,
-                )
