@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common.atomic import set_default_permissions, write_atomic
 from common.removal import renew
 from modeling_gpt2scratch import GPT2ScratchConfig, configuration_gpt2scratch, loading
@@ -33,18 +35,10 @@ def assemble(
     """Write the model, its card and the formats in `options` to `destination`. The card compares GGUF, ONNX and model
     on the text of `reference`. Raise a `UserError` if the model cannot have a format, or `destination` was not written
     by this command."""
-    model, tokenizer, ids = release.model, release.tokenizer, reference.text
+    model, tokenizer = release.model, release.tokenizer
     renew(destination, "hub", HUB_FILES)
     if options.has_code:
-        earlier = (SHARDS, INDEX) if (release.folder / WEIGHTS).is_file() else ()  # of an earlier model
-        copy_files(release.folder, tuple(name for name in PUBLIC_FILES if name not in earlier), destination)
-        if not options.trust_folder_code:
-            _, others, _ = filecmp.cmpfiles(OUR_CODE, destination, CODE, shallow=False)
-            for name in others:
-                print(f"{name} is this version's, not that of {release.folder}, which --trust_folder_code publishes.")
-            for name in CODE:  # the current version also loads models of older ones
-                shutil.copyfile(OUR_CODE / name, destination / name)
-            _set(destination / CONFIG, "auto_map", configuration_gpt2scratch.AUTO_MAP)
+        _copy_with_code(release.folder, destination, options.trust_folder_code)
     if options.has_native:
         twin = to_native(model)
         twin = twin.to(release.dtype) if twin.config.model_type == "gpt2" else twin
@@ -62,15 +56,37 @@ def assemble(
             _set(path, "chat_template", template)
     for plot in release.plots:
         shutil.copyfile(plot, destination / plot.name)
-    gguf, name, license = [], repository.id.split("/")[1], options.license or release.metadata.get("license")
-    for kind in options.gguf:
-        file = destination / f"{name}-{kind.upper()}.gguf"
-        write_gguf(model, tokenizer, file, kind, name, license if isinstance(license, str) else None)
-        logits, loss = logit_difference(model, file, ids)
-        gguf.append({"name": file.name, "kind": kind.upper(), "logits": logits, "loss": loss, "tokens": ids.numel()})
+    name, license = repository.id.split("/")[1], options.license or release.metadata.get("license")
+    license = license if isinstance(license, str) else None  # a page may list several
+    gguf = [_add_gguf(release, destination, kind, name, license, reference.text) for kind in options.gguf]
     onnx = write_onnx(model, reference, destination, options.onnx_types) if options.onnx_types else []
     write_atomic(destination / "README.md", model_card(release, repository, options, gguf, onnx))
     set_default_permissions(destination)
+
+
+def _copy_with_code(folder: Path, destination: Path, trust_folder_code: bool) -> None:
+    """Copy the model of a folder. Its code is this version's, which also loads models of older ones, or with
+    `trust_folder_code` the folder's own."""
+    earlier = (SHARDS, INDEX) if (folder / WEIGHTS).is_file() else ()  # of an earlier model
+    copy_files(folder, tuple(name for name in PUBLIC_FILES if name not in earlier), destination)
+    if trust_folder_code:
+        return
+    _, others, _ = filecmp.cmpfiles(OUR_CODE, destination, CODE, shallow=False)
+    for name in others:
+        print(f"{name} is this version's, not that of {folder}, which --trust_folder_code publishes.")
+    for name in CODE:
+        shutil.copyfile(OUR_CODE / name, destination / name)
+    _set(destination / CONFIG, "auto_map", configuration_gpt2scratch.AUTO_MAP)
+
+
+def _add_gguf(
+    release: PublishedModel, destination: Path, kind: str, name: str, license: str | None, ids: torch.Tensor
+) -> dict[str, Any]:
+    """Write a GGUF file, and return facts for the card, with its differences from the model on `ids` (B, T)."""
+    file = destination / f"{name}-{kind.upper()}.gguf"
+    write_gguf(release.model, release.tokenizer, file, kind, name, license)
+    logits, loss = logit_difference(release.model, file, ids)
+    return {"name": file.name, "kind": kind.upper(), "logits": logits, "loss": loss, "tokens": ids.numel()}
 
 
 def check_native(folder: Path) -> None:
