@@ -17,7 +17,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import yaml
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, RepoCard, get_token
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    ModelInfo,
+    RepoCard,
+    SpaceInfo,
+    get_token,
+)
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HTTPError,
@@ -87,25 +96,30 @@ def check_access(repository: Repository) -> None:
             info = hub.repo_info(repo_id, repo_type=repository.type)
         except RepositoryNotFoundError:
             return
-        names = {file.rfilename for file in info.siblings}
-        if repository.type == "space" and "models.json" not in names and not _is_new(repo_id, names):
-            raise UserError(f"{repo_id} is a Space of other files, which would be replaced; use another name.")
-        kind = (getattr(info, "config", None) or {}).get("model_type", "gpt2scratch")
-        if kind != "gpt2scratch" and not _is_native(repo_id, kind):
-            raise UserError(
-                f"{repo_id} holds a model of type {kind}, which would be replaced; use another name, or delete its "
-                "config.json there."
-            )
-        if repository.type == "model" and ADAPTER in names:
-            raise UserError(
-                f"{repo_id} holds an adapter ({ADAPTER}), with which the model would not load; delete it there, or use "
-                "another name."
-            )
+        _check_content(repository, info)
         if repository.private and not info.private:
             raise UserError(
                 f"{repo_id} exists and is public, so --private has no effect; make it private in its settings on the "
                 f"Hub, or use another repository."
             )
+
+
+def _check_content(repository: Repository, info: ModelInfo | SpaceInfo) -> None:
+    """Raise a `UserError` if the repository holds files that an upload would replace, or that conflict with it."""
+    repo_id, names = repository.id, {file.rfilename for file in info.siblings}
+    if repository.type == "space" and "models.json" not in names and not _is_new(repo_id, names):
+        raise UserError(f"{repo_id} is a Space of other files, which would be replaced; use another name.")
+    kind = (getattr(info, "config", None) or {}).get("model_type", "gpt2scratch")
+    if kind != "gpt2scratch" and not _is_native(repo_id, kind):
+        raise UserError(
+            f"{repo_id} holds a model of type {kind}, which would be replaced; use another name, or delete its "
+            "config.json there."
+        )
+    if repository.type == "model" and ADAPTER in names:
+        raise UserError(
+            f"{repo_id} holds an adapter ({ADAPTER}), with which the model would not load; delete it there, or use "
+            "another name."
+        )
 
 
 def _is_new(space: str, names: set[str]) -> bool:
@@ -200,26 +214,34 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
             hub.create_branch(**target, branch=repository.branch, exist_ok=True)
             is_copy = hub.repo_info(**on_branch).sha == hub.repo_info(**target).sha
         names = hub.list_repo_files(**on_branch)
-        own = glob.escape(repo_id.split("/")[1])  # begins the names of this project's GGUF files
-        # `*` does not match a slash.
-        patterns = [f"/{pattern}".replace("/*-", f"/{own}-") for pattern in HUB_FILES] if is_model else []
-        stale = [name for name in sorted({*names} - paths.keys()) if any(map(PurePosixPath("/", name).match, patterns))]
-        if is_model and "README.md" in names and not is_copy:
-            page = _page(repo_id, repository.branch)
-            is_empty = not FRONT_MATTER.sub("", page).strip()  # as the Hub writes it for a license
-            if not is_empty and SIGNATURE_PATTERN.search(page) is None:
-                del paths["README.md"]
-                branch = f" in its branch {repository.branch}" * (repository.branch is not None)
-                print(
-                    f"The README.md of {repo_id}{branch} was edited and is kept; delete it there to publish the card "
-                    f"of {folder}."
-                )
+        stale = _own_files(repo_id, {*names} - paths.keys()) if is_model else []
+        if is_model and "README.md" in names and not is_copy and _is_edited(_page(repo_id, repository.branch)):
+            del paths["README.md"]
+            branch = f" in its branch {repository.branch}" * (repository.branch is not None)
+            print(
+                f"The README.md of {repo_id}{branch} was edited and is kept; delete it there to publish the card "
+                f"of {folder}."
+            )
         operations = [CommitOperationAdd(name, path) for name, path in paths.items()]
         operations += [CommitOperationDelete(name) for name in stale]
         commit = hub.create_commit(operations=operations, commit_message=COMMIT_MESSAGE, **on_branch)
         if stale:
             print(f"Deleted from {repo_id}, because {folder} lacks them: {', '.join(stale)}.")
         return commit
+
+
+def _own_files(repo_id: str, names: set[str]) -> list[str]:
+    """Return the `names` in a model repository that match those of this project's files."""
+    own = glob.escape(repo_id.split("/")[1])  # begins the names of this project's GGUF files
+    patterns = [f"/{pattern}".replace("/*-", f"/{own}-") for pattern in HUB_FILES]
+    # `*` does not match a slash.
+    return [name for name in sorted(names) if any(map(PurePosixPath("/", name).match, patterns))]
+
+
+def _is_edited(page: str) -> bool:
+    """Return whether a person wrote or edited a card, so that it is not replaced."""
+    is_empty = not FRONT_MATTER.sub("", page).strip()  # as the Hub writes it for a license
+    return not is_empty and SIGNATURE_PATTERN.search(page) is None
 
 
 def download(repo_id: str, commit: str, cache: Path, compare_with: Path) -> None:
