@@ -10,7 +10,7 @@ import conftest
 from conftest import REPOSITORY, assert_one_sentence, contents, trained
 from tokenizer import pretokenize
 from tokenizer.build import export
-from tokenizer.build.store_builder import locked
+from tokenizer.build.output import locked
 from tokenizer.store.store import TokenStore
 
 

@@ -12,9 +12,8 @@ from common import schema
 from common.atomic import unfinished_path
 from common.errors import NONSENSE, Problems, UserError, disk_errors
 from common.limits import setting
-from tokenizer.build import report
+from tokenizer.build import output, report
 from tokenizer.build.recipe import SEED
-from tokenizer.build.store_builder import check_writable, locked, open_finished, output_folder
 from tokenizer.corpus.documents import Counts
 from tokenizer.corpus.file_finder import TextFile
 from tokenizer.encoding import encode, vocabulary
@@ -127,10 +126,10 @@ def import_store(
     dtype = arguments.dtype or recorded_dtype(paths[0])
     settings = {**vars(arguments), "dtype": dtype, "tokenizer": name, "cleaning": [], "dedup": "no", "seed": SEED}
     settings["validation_fraction"] = fraction
-    folder = output_folder(folder)
+    folder = output.resolved(folder)
     if TokenStore.is_store(folder):
-        return open_finished(folder, settings, inputs, say)
-    check_writable(folder)
+        return output.open_finished(folder, settings, inputs, say)
+    output.check_writable(folder)
     tokenizer = vocabulary.load(name)
     vocabulary.check_ids(tokenizer, name)
     size, eos, problems = len(tokenizer), tokenizer.eos_token_id, Problems()
@@ -141,9 +140,9 @@ def import_store(
     lengths = np.array([len(text) for text in encode.token_bytes(tokenizer.backend_tokenizer)], dtype=np.int64)
     end = len(splits[0].ids) if len(splits) == 2 else splits[0].divided_at(fraction)
     bounds = {"train": (splits[0], 0, end), "val": (splits[-1], 0 if len(splits) == 2 else end, len(splits[-1].ids))}
-    with locked(folder, "", wait=False):
+    with output.locked(folder, "", wait=False):
         if TokenStore.is_store(folder):  # another process has just written it
-            return open_finished(folder, settings, inputs, say)
+            return output.open_finished(folder, settings, inputs, say)
         with disk_errors(folder, RESUMES), unfinished_path(folder.resolve(), ".importing", STORE_FILES) as draft:
             vocabulary.save(tokenizer, draft / "tokenizer")
             sizes = {name: split.write(draft, name, *ends, lengths) for name, (split, *ends) in bounds.items()}

@@ -1,29 +1,24 @@
 """Build a token store: plan the work once, process it in any number of processes, merge the parts, move the store."""
 
-import glob
-import json
 import math
 import operator
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 from tokenizers import Tokenizer
 
-from common import schema
 from common.errors import Problems, UserError, counted, disk_errors, require_room
 from common.progress import track
 from common.removal import MARK, discard, is_marked, mark, renew
 from common.terminal import show
-from tokenizer.build import report
+from tokenizer.build import output, report
 from tokenizer.build.merge import Merger
 from tokenizer.build.recipe import Recipe
 from tokenizer.build.worker import HASHED_CHARACTERS, DocumentSettings, Part, StorePlan, Workers, done_parts
@@ -48,7 +43,6 @@ SAMPLED_UNITS = 4096  # maximum number of units to train a tokenizer on
 FINE_TUNING = "train on chats with python -m examples.finetune_chat"
 SECONDS_BETWEEN_LINES = 30.0  # about the progress
 ESTIMATED_FROM = 1 << 16  # characters that are tokenized to estimate the size of the store
-CACHE_REMEDY = "tokenize with python -m tokenizer.pretokenize --output on another disk, for --data"
 
 
 def pretokenize(
@@ -66,15 +60,15 @@ def pretokenize(
     `folder` is in use or is not a store, or the disk is too small. Finished work is kept, unless the text as a whole
     is bad: it would be refused with the corrected text."""
     Problems(recipe.problems()).refuse()
-    folder = output_folder(folder)
+    folder = output.resolved(folder)
     workers = Workers(num_proc)
     with disk_errors(folder, RESUMES), closing(workers):
         builder = StoreBuilder(recipe, folder, say, workers, is_cache)
-        with locked(folder, "", wait=is_cache or shard is not None, is_cache=is_cache, say=say):
+        with output.locked(folder, "", wait=is_cache or shard is not None, is_cache=is_cache, say=say):
             if TokenStore.is_store(folder):
                 return builder.open_finished()
             if shard is None:
-                _refuse_busy_shards(folder)
+                output.refuse_busy_shards(folder)
                 try:
                     return builder.finish(is_merge)
                 except TextError:
@@ -83,7 +77,7 @@ def pretokenize(
                     raise
             units = list(range(len(builder.plan.units)))
             share, shares = shard
-            lock = locked(folder, f".shard-{share}-of-{shares}", wait=False)
+            lock = output.locked(folder, f".shard-{share}-of-{shares}", wait=False)
         with lock:
             number = len(builder.do_units(units[share::shares]))
             say(
@@ -91,83 +85,6 @@ def pretokenize(
                 f"same command with --merge instead of --shard."
             )
     return None
-
-
-def output_folder(folder: Path) -> Path:
-    """Return the folder that a link leads to, and `.` by its name: locks and unfinished work are next to it."""
-    return folder.resolve() if folder.is_symlink() or not folder.name else folder
-
-
-def check_writable(folder: Path) -> None:
-    """Raise a `UserError` if something else than a store is at the folder. Another process may have just written it."""
-    has_content = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
-    if folder.is_symlink() or ((has_content or folder.is_mount()) and not TokenStore.is_store(folder)):
-        raise UserError(f"{folder} exists and is not an empty folder, or a mount; choose another --output.")
-
-
-def open_finished(
-    folder: Path, settings: dict[str, Any], inputs: list[list], say: Callable[[str], None], is_cache: bool = False
-) -> TokenStore:
-    """Open the store in `folder`. Raise a `UserError` if it has other settings or inputs, unless it is a cache."""
-    store, path = TokenStore(folder), folder / "inputs.json"
-    if store.metadata.format_version == 1:
-        say(
-            f"{folder} is a store of format 1, which does not record its text and settings; it is used unchanged. To "
-            f"build it again, choose another --output."
-        )
-        return store
-    try:
-        old_inputs = schema.read(path, list[tuple[str, int, int]])
-    except (FileNotFoundError, ValueError) as error:
-        raise UserError(f"{path} is missing or damaged ({error}). Delete {folder} and build it again.") from error
-    changes = _changes(store.metadata.settings, old_inputs, settings, inputs)
-    if changes and not is_cache:  # the name of a cache contains the hash of its text
-        raise UserError(
-            f"{folder} was built from other text or settings ({changes}); choose another --output or delete it."
-        )
-    say(f"{folder} already contains these tokens.")
-    return store
-
-
-def _changes(old_settings: dict[str, Any], old_inputs: list, settings: dict[str, Any], inputs: list[list]) -> str:
-    """Return the settings and files that differ from earlier work, as words, or an empty string."""
-    settings = json.loads(json.dumps(settings))
-    if "named_data" not in old_settings:  # of an older version
-        settings.pop("named_data", None)
-    keys = [key for key in old_settings | settings if old_settings.get(key) != settings.get(key)]
-    words = [f"{key} was {old_settings.get(key)!r:.60} and is {settings.get(key)!r:.60}" for key in keys]
-    old_files, files = ({name: numbers for name, *numbers in entries} for entries in (old_inputs, inputs))
-    words += [f"{name} is not among the inputs now" for name in old_files if name not in files]
-    names = [name for name in files if old_files.get(name) != files[name]]
-    words += [f"{name} {'was changed' if name in old_files else 'is new'}" for name in names]
-    return "; ".join(words[:3]) + (f"; and {len(words) - 3} more" if len(words) > 3 else "")
-
-
-def locked(
-    folder: Path, suffix: str, wait: bool, is_cache: bool = False, say: Callable[[str], None] = show
-) -> AbstractContextManager:
-    """Lock a store's folder. Raise a `UserError` if something else is there, or a process holds the lock."""
-    check_writable(folder)  # before a lock file is written next to the folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder.with_name(f".{folder.name}{suffix}.lock"))
-        with suppress(Timeout):
-            return lock.acquire(timeout=0)
-        if not wait:
-            raise UserError(f"Another process is writing {folder}; wait for it, or choose another --output.")
-        say(f"Waiting for another process, which is writing {folder} ...")
-        return lock.acquire()
-    except OSError as error:
-        path = error.filename or folder  # for example another user's lock file
-        remedy = CACHE_REMEDY if is_cache else "choose another --output"
-        raise UserError(f"{folder} cannot be created ({path}: {error.strerror}); {remedy}.") from error
-
-
-def _refuse_busy_shards(folder: Path) -> None:
-    """Raise a `UserError` if a shard is running. No shard can start while the folder is locked."""
-    for lock in folder.parent.glob(f".{glob.escape(folder.name)}.shard-*.lock"):
-        with locked(folder, lock.name.removeprefix(f".{folder.name}").removesuffix(".lock"), wait=False):
-            pass
 
 
 @dataclass
@@ -194,7 +111,7 @@ class StoreBuilder:
     def open_finished(self) -> TokenStore:
         if is_marked(self.work, "unfinished"):  # the process was killed before it was deleted
             discard(self.work, WORK_FILES)
-        return open_finished(self.folder, self.recipe.settings(), self.inputs, self.say, self.is_cache)
+        return output.open_finished(self.folder, self.recipe.settings(), self.inputs, self.say, self.is_cache)
 
     @cached_property
     def plan(self) -> StorePlan:
@@ -202,7 +119,7 @@ class StoreBuilder:
         if (self.work / "plan.json").is_file():
             plan = StorePlan.read(self.work)
             mark(self.work, "unfinished")  # older versions set no mark
-            changes = _changes(plan.settings_of_user, plan.inputs, self.recipe.settings(), self.inputs)
+            changes = output.changes(plan.settings_of_user, plan.inputs, self.recipe.settings(), self.inputs)
             if not changes:
                 number = len(done_parts(self.work, range(len(plan.units))))
                 self.say(f"Resuming {self.folder}: {number:,} of {len(plan.units):,} units of work are done.")
@@ -310,7 +227,8 @@ class StoreBuilder:
             head += text[:ESTIMATED_FROM]
         ids, _ = encode.encoder(self.rust, np.dtype("<u4"))([head.encode()], [encode.NO_TOKEN])
         per_byte = itemsize * len(ids) / max(1, len(head.encode()))
-        remedy = f"make room, or {CACHE_REMEDY}" if self.is_cache else "make room or name an --output on another disk"
+        other_disk = f", or {output.CACHE_REMEDY}" if self.is_cache else " or name an --output on another disk"
+        remedy = f"make room{other_disk}"
         require_room(self.folder.parent.absolute(), per_byte * size, "The tokens will need about", remedy)
 
     def do_limited_units(self, limit: Limit) -> list[Part]:
@@ -398,7 +316,7 @@ class StoreBuilder:
             )
         merger.merge()
         self._describe(counts, outcomes, merger)
-        check_writable(self.folder)  # the folder may have changed in the meantime
+        output.check_writable(self.folder)  # the folder may have changed in the meantime
         if self.folder.exists():
             self.folder.rmdir()
         self.store.rename(self.folder)
