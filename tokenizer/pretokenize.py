@@ -19,7 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -96,30 +96,30 @@ class PretokenizeArguments:
         if flags:
             yield f"shard cannot be combined with {' and '.join(flags)}: run all shards first, then --merge."
 
-    def recipe(self, *parts) -> Recipe:
-        return Recipe(self.input, *parts, self.seed, self.weights)
+    def recipe(self, given: dict[str, GivenDataset], *parts) -> Recipe:
+        return Recipe(self.input, *parts, self.seed, self.weights, given)
 
 
 def check(given: dict[str, GivenDataset], options: PretokenizeArguments, ids: ImportArguments, *parts) -> None:
     """Raise a `UserError` with all problems that can be found before the text is read, one per line."""
     if options.list:
         return
-    is_import = ids.import_tokens is not None
-    problems = Problems(ids.problems(parts[1].tokenizer))
+    recipe, is_import = options.recipe(given, *parts), ids.import_tokens is not None
+    problems = Problems(ids.problems(recipe.vocabulary.tokenizer))
     flags = ("output",) if is_import else ("input", "output")
     problems.sentences += [f"--{name} is required. See --help." for name in flags if not getattr(options, name)]
     if is_import:
         if names := _names_of_text(options, *parts):
             problems.add(f"{', '.join(names)} cannot be combined with import_tokens, which reads no text.")
     else:
-        problems.sentences += [*options.problems(), *options.recipe(*parts).problems()]
-        if options.shard is not None and parts[0].limit != NO_LIMIT:
+        problems.sentences += [*options.problems(), *recipe.problems()]
+        if options.shard is not None and recipe.corpus.limit != NO_LIMIT:
             problems.add(
                 "max_bytes and max_documents cannot be combined with shard, because a shard does not know the text "
                 "before it."
             )
         if problems.sentences:  # only if this check fails: otherwise `build` finds the text
-            problems.add_of(partial(Corpus, given=given), [options.input, parts[0]])
+            problems.add_of(partial(Corpus, given=given), [recipe.inputs, recipe.corpus])
     problems.refuse()
 
 
@@ -130,10 +130,11 @@ def _names_of_text(*parts) -> list[str]:
     return [name for part, name in pairs if getattr(part, name) != getattr(type(part)(), name)]
 
 
-def parse(arguments: list[str], given: dict[str, GivenDataset]) -> tuple:
+def parse(arguments: list[str], given: dict[str, GivenDataset]) -> tuple[PretokenizeArguments, ImportArguments, Recipe]:
     kinds = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
     parser = FlagParser((PretokenizeArguments, ImportArguments, *kinds), __doc__.splitlines()[0], main=MAIN)
-    return parser.parse(arguments, check=partial(check, given))
+    options, ids, *parts = parser.parse(arguments, check=partial(check, given))
+    return options, ids, options.recipe(given, *parts)
 
 
 def build(options: PretokenizeArguments, ids: ImportArguments, recipe: Recipe) -> TokenStore | None:
@@ -172,8 +173,7 @@ def pretokenize(data: Any, output: str | Path, **settings: Any) -> TokenStore | 
     values = {name: _listed(value) for name, value in flags.items() if value is not None}
     words = [[f"--{name}", *map(str, value)] for name, value in values.items() if value or name == "cleaning"]
     with offline_only_inside():
-        options, ids, *parts = parse([word for flag in words for word in flag], datasets)
-        return build(options, ids, replace(options.recipe(*parts), given=datasets))
+        return build(*parse([word for flag in words for word in flag], datasets))
 
 
 def _listed(value: Any) -> list:
@@ -190,13 +190,13 @@ sys.modules[__name__].__class__ = _CallableModule
 
 
 def main(arguments: list[str]) -> None:
-    options, ids, *parts = parse(arguments, {})
+    options, ids, recipe = parse(arguments, {})
     if "TORCHELASTIC_RUN_ID" in os.environ and (processes := os.environ["WORLD_SIZE"]) != "1" and not options.shard:
         raise UserError(f"One process uses all cores, but {processes} were started; leave out the launcher.")
     if options.list:
         print("\n".join(listed()))
     else:
-        build(options, ids, options.recipe(*parts))
+        build(options, ids, recipe)
 
 
 if __name__ == "__main__":
