@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import unicodedata
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -136,8 +135,8 @@ class UnitProcessor:
         self.folder, self.settings, self.units = folder, plan.settings, plan.units
         rust = encode.load_rust(folder / "store" / "tokenizer" / "tokenizer.json")
         self.encoder = encode.encoder(rust, np.dtype(self.settings.dtype).newbyteorder("<"))
-        self.lengths = encode.text_lengths(rust)
-        self.token_to_id, self.normalizer = rust.token_to_id, rust.normalizer
+        self.loss_counter = encode.LossCounter(rust)
+        self.token_to_id = rust.token_to_id
         added = rust.get_added_tokens_decoder()  # a control token may take the blanks next to it
         self.takes_left = {token.content for token in added.values() if token.lstrip}
         self.takes_right = {i for i, token in added.items() if token.rstrip}
@@ -145,16 +144,6 @@ class UnitProcessor:
         self.eos = encode.NO_TOKEN if self.settings.eos is None else self.settings.eos
         ranges = (part for unit in self.units for part in unit.ranges)
         self.heads = {part.path: part for part in ranges if part.start == 0 and part.stop is not None}
-
-    def normalized_size(self, texts: list[bytes]) -> int:
-        """Return the bytes of texts as the tokenizer normalizes them, such as `,` for a wide comma of three bytes, with
-        the characters that it deletes, except blanks and accents."""
-        normalize, size = self.normalizer.normalize_str, 0
-        for text in map(bytes.decode, texts):
-            size += len(normalize(text).replace("▁", " ").encode())
-            deleted = (c for c in {*text} if not (c.isspace() or unicodedata.combining(c) or normalize(c)))
-            size += sum(len(c.encode()) * text.count(c) for c in deleted)
-        return size
 
     def process(self, number: int, limit: Limit = NO_LIMIT) -> Part:
         """Process a unit, up to the limit. Raise a `UserError` for unreadable or unknown text, or a full disk."""
@@ -259,12 +248,7 @@ class PartWriter:
         rows = np.zeros(len(texts), self.rows[0].dtype)
         for name, column in zip(rows.dtype.names, (counts, list(map(len, texts)), *columns), strict=True):
             rows[name] = column
-        if self.processor.lengths is not None:
-            n_bytes = int(self.processor.lengths[ids].sum())
-            size = self.batch_bytes
-            if n_bytes < size and self.processor.normalizer is not None:  # normalizing a second time takes long
-                size = min(size, self.processor.normalized_size(texts))
-            self.lost_bytes += max(0, size - n_bytes)
+        self.lost_bytes += self.processor.loss_counter.lost_bytes(texts, ids)
         for split, file in self.files.items():
             mask = rows["val"] == (split == "val")
             chosen_ids = ids if mask.all() else ids[np.repeat(mask, counts)]

@@ -6,6 +6,7 @@ Imports nothing large, so that worker processes start fast.
 import itertools
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -258,3 +259,29 @@ def text_lengths(rust: Tokenizer) -> np.ndarray | None:
     if is_character(rust) or (isinstance(rust.decoder, decoders.ByteLevel) and has_all_bytes(rust)):
         return None
     return np.array([len(text) for text in token_bytes(rust)], dtype=np.int64)
+
+
+class LossCounter:
+    """Counter of the bytes of text that a tokenizer has no tokens for."""
+
+    def __init__(self, rust: Tokenizer):
+        self.lengths, self.normalizer = text_lengths(rust), rust.normalizer
+
+    def lost_bytes(self, texts: list[bytes], ids: np.ndarray) -> int:
+        """Return the bytes of texts that their ids do not contain."""
+        if self.lengths is None:
+            return 0
+        n_bytes, size = int(self.lengths[ids].sum()), sum(map(len, texts))
+        if n_bytes < size and self.normalizer is not None:  # normalizing a second time takes long
+            size = min(size, self._normalized_size(texts))
+        return max(0, size - n_bytes)
+
+    def _normalized_size(self, texts: list[bytes]) -> int:
+        """Return the bytes of texts as the tokenizer normalizes them, such as `,` for a wide comma of three bytes, with
+        the characters that it deletes, except blanks and accents."""
+        normalize, size = self.normalizer.normalize_str, 0
+        for text in map(bytes.decode, texts):
+            size += len(normalize(text).replace("▁", " ").encode())
+            deleted = (c for c in {*text} if not (c.isspace() or unicodedata.combining(c) or normalize(c)))
+            size += sum(len(c.encode()) * text.count(c) for c in deleted)
+        return size
