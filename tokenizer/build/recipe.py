@@ -7,10 +7,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from common.errors import UserError
 from tokenizer.cleaning import cleaning
 from tokenizer.cleaning.cleaning import CleaningArguments
 from tokenizer.cleaning.dedup import DedupArguments
-from tokenizer.corpus.chat import ChatTemplate
+from tokenizer.corpus.chat import TURN_MARK, ChatTemplate
 from tokenizer.corpus.given import GivenDataset
 from tokenizer.corpus.named_data import find
 from tokenizer.corpus.units import CorpusArguments
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SEED = 1337
+FINE_TUNING = "train on chats with python -m examples.finetune_chat"
 
 
 @dataclass(frozen=True)
@@ -71,3 +73,33 @@ class Recipe:
         if (name := self.corpus.chat_template) is not None:
             settings["chat_template_source"] = ChatTemplate.read(name)
         return settings
+
+    def chat_template(self) -> tuple[str, list[str], dict[str, str]]:
+        """Return source, control tokens and variables of the template that renders chats.
+        Raise a `UserError` if no template is known, or the tokenizer lacks its tokens."""
+        name, tokenizer = self.corpus.chat_template, self.existing_tokenizer
+        source = None if name is not None else getattr(tokenizer, "chat_template", None)
+        source = source.get("default") if isinstance(source, dict) else source  # the others have other names
+        named = (data.chat_template for data in map(find, self.inputs) if data is not None)
+        name = name or next(filter(None, named), None)
+        if source is None and name is not None:
+            source = ChatTemplate.read(name)
+        if source is None:
+            remedy = "give --chat_template chatml or a file" + f", or {FINE_TUNING}" * (tokenizer is not None)
+            raise UserError(f"The text has chats, but no chat template is known; {remedy}.")
+        marks = list(dict.fromkeys(TURN_MARK.findall(source)))  # such as those that end a turn
+        if tokenizer is not None:
+            added_tokens = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+            special = [token.content for token in added_tokens if token.special]
+            missing, variables = [mark for mark in marks if mark not in special], tokenizer.special_tokens_map
+            if missing and not ChatTemplate(source, tuple(special), variables).ends_turns:
+                raise UserError(
+                    f"The tokenizer {self.vocabulary.tokenizer} lacks {' and '.join(missing)}, which end the turns of "
+                    f"{name or 'its chat template'}; {FINE_TUNING}, which needs no such tokens."
+                )
+            return source, special, variables
+        if self.vocabulary.tokenizer_type == "character":
+            raise UserError("Chats need control tokens, but a character tokenizer has none; use --tokenizer_type bpe.")
+        variables = dict.fromkeys(["bos_token", "eos_token"], vocabulary.END_OF_TEXT)
+        marks += ChatTemplate(source, (), variables).marks
+        return source, list(dict.fromkeys([vocabulary.END_OF_TEXT, *marks, *self.vocabulary.special_tokens])), variables

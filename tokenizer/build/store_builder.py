@@ -24,7 +24,6 @@ from tokenizer.build.recipe import Recipe
 from tokenizer.build.worker import HASHED_CHARACTERS, DocumentSettings, Part, StorePlan, Workers, done_parts
 from tokenizer.cleaning import cleaning
 from tokenizer.cleaning.dedup import MinHasher
-from tokenizer.corpus.chat import TURN_MARK, ChatTemplate
 from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit
 from tokenizer.corpus.files import TOLERATED_SHARE, is_packed
 from tokenizer.corpus.hub import open_dataset
@@ -40,7 +39,6 @@ WORK_FILES = (
     *(f"store/{name}" for name in STORE_FILES),
 )
 SAMPLED_UNITS = 4096  # maximum number of units to train a tokenizer on
-FINE_TUNING = "train on chats with python -m examples.finetune_chat"
 SECONDS_BETWEEN_LINES = 30.0  # about the progress
 ESTIMATED_FROM = 1 << 16  # characters that are tokenized to estimate the size of the store
 
@@ -135,6 +133,15 @@ class StoreBuilder:
         return plan
 
     def _new_plan(self) -> StorePlan:
+        units = self._units()
+        settings = self._document_settings()  # after the units, where the chats are found
+        sample = Sample(units, settings, self.recipe.vocabulary, self.corpus)
+        settings = self._with_tokenizer(settings, sample)
+        self._require_room(sample, np.dtype(settings.dtype).itemsize)
+        return StorePlan(self.recipe.settings(), self.inputs, settings, units, self.corpus.finder.skipped)
+
+    def _units(self) -> list[Unit]:
+        """Return the units of the corpus, after checks that need no text, and copies of datasets of the program."""
         recipe, corpus = self.recipe, self.corpus
         if recipe.dedup.dedup == "near":
             MinHasher()  # raises an error before any work if rensa is not installed
@@ -146,71 +153,43 @@ class StoreBuilder:
         files = f"{counted(len(corpus.all_files), 'file')}, {corpus.size / 1e6:.1f} MB"
         self.say(f"Reading {', '.join(recipe.inputs)} ({files}) ...")
         self.workers.start(corpus.text_size // UNIT_BYTES)
-        units = corpus.units()
-        settings = DocumentSettings(
+        return corpus.units()
+
+    def _document_settings(self) -> DocumentSettings:
+        """Return the settings of documents. Raise a `UserError` if chats lack a template, or a template lacks chats."""
+        recipe, has_chats = self.recipe, self.corpus.has_chats
+        name = recipe.corpus.chat_template
+        if name is not None and not has_chats:
+            raise UserError(
+                f"chat_template is {name}, but {', '.join(recipe.inputs)} has no chat whose messages all have a role "
+                "and text; leave out chat_template."
+            )
+        return DocumentSettings(
             recipe.corpus.sample_by,
             recipe.cleaning.cleaning,
             recipe.dedup.dedup,
             recipe.corpus.validation_fraction,
             recipe.seed,
-            *self._chat_template(),
+            *(recipe.chat_template() if has_chats else (None, [], {})),
         )
-        control, sample = settings.control_tokens, Sample(units, settings, recipe.vocabulary, corpus)
+
+    def _with_tokenizer(self, settings: DocumentSettings, sample: "Sample") -> DocumentSettings:
+        """Save the tokenizer, existing or built from the sample. Return settings with the type and end of its ids."""
+        recipe, control = self.recipe, settings.control_tokens
         tokenizer = vocabulary.build(
             recipe.vocabulary, recipe.existing_tokenizer, sample.texts, control, recipe.vocab_size_must_fit
         )
         if recipe.vocabulary.tokenizer is None:
-            corpus.check(sample.counts, sample.is_all and sample.limit == recipe.corpus.limit)
+            self.corpus.check(sample.counts, sample.is_all and sample.limit == recipe.corpus.limit)
         if settings.chat_template is not None:
             tokenizer.chat_template = settings.chat_template
         kind = recipe.vocabulary.tokenizer or recipe.vocabulary.tokenizer_type
         note = "" if tokenizer.eos_token_id is not None else ", and no end-of-text token"
         self.say(f"Tokenizer: {kind}, {len(tokenizer):,} tokens{note}.")
         vocabulary.save(tokenizer, self.store / "tokenizer")
-        settings = replace(
+        return replace(
             settings, dtype=dtype_of(len(tokenizer)), eos=tokenizer.eos_token_id, hashed_characters=HASHED_CHARACTERS
         )
-        self._require_room(sample, np.dtype(settings.dtype).itemsize)
-        return StorePlan(recipe.settings(), self.inputs, settings, units, corpus.finder.skipped)
-
-    def _chat_template(self) -> tuple[str | None, list[str], dict[str, str]]:
-        """Return source, control tokens and variables of the chat template: None and empty values without chats."""
-        name, arguments = self.recipe.corpus.chat_template, self.recipe.vocabulary
-        if not self.corpus.has_chats:
-            if name is not None:
-                inputs = ", ".join(self.recipe.inputs)
-                raise UserError(
-                    f"chat_template is {name}, but {inputs} has no chat whose messages all have a role and text; leave "
-                    "out chat_template."
-                )
-            return None, [], {}
-        tokenizer = self.recipe.existing_tokenizer
-        source = None if name is not None else getattr(tokenizer, "chat_template", None)
-        source = source.get("default") if isinstance(source, dict) else source  # the others have other names
-        named = (data.chat_template for data in map(find, self.recipe.inputs) if data is not None)
-        name = name or next(filter(None, named), None)
-        if source is None and name is not None:
-            source = ChatTemplate.read(name)
-        if source is None:
-            remedy = "give --chat_template chatml or a file" + f", or {FINE_TUNING}" * (tokenizer is not None)
-            raise UserError(f"The text has chats, but no chat template is known; {remedy}.")
-        marks = list(dict.fromkeys(TURN_MARK.findall(source)))  # such as those that end a turn
-        if tokenizer is not None:
-            added_tokens = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
-            special = [token.content for token in added_tokens if token.special]
-            missing, variables = [mark for mark in marks if mark not in special], tokenizer.special_tokens_map
-            if missing and not ChatTemplate(source, tuple(special), variables).ends_turns:
-                raise UserError(
-                    f"The tokenizer {arguments.tokenizer} lacks {' and '.join(missing)}, which end the turns of "
-                    f"{name or 'its chat template'}; {FINE_TUNING}, which needs no such tokens."
-                )
-            return source, special, variables
-        if arguments.tokenizer_type == "character":
-            raise UserError("Chats need control tokens, but a character tokenizer has none; use --tokenizer_type bpe.")
-        variables = dict.fromkeys(["bos_token", "eos_token"], vocabulary.END_OF_TEXT)
-        marks += ChatTemplate(source, (), variables).marks
-        control = list(dict.fromkeys([vocabulary.END_OF_TEXT, *marks, *arguments.special_tokens]))
-        return source, control, variables
 
     def _require_room(self, sample: "Sample", itemsize: int) -> None:
         """Raise a `UserError` if the store does not fit on its disk."""
