@@ -53,16 +53,16 @@ class SampledCorpus(Corpus):
         """Return the parts of a file to sample, about `quota` bytes.
         Plain text and jsonl: chunks, including the first and last. Parquet: rows of row groups. Arrow: record batches.
         Json: the whole file. Others: the head."""
-        self.quota += file.size * SAMPLE_BYTES / self.text_size
+        share = file.size * SAMPLE_BYTES / self.text_size
         try:
-            parts = [part for _, part in super()._ranges(file, text_column)] if self.quota > 0 else []
+            parts = [part for _, part in super()._ranges(file, text_column)] if self.quota + share > 0 else []
             if parts and parts[0].kind == "text":  # a binary file has no bytes and no document to count
                 with files.readable(file.path):
                     files.check_text(files.head(file.path), file.path, not file.is_named)
         except UserError:  # the file is skipped
-            self.quota -= file.size * SAMPLE_BYTES / self.text_size
             self.skipped_size += file.size
             raise
+        self.quota += share
         if not parts:
             return []
         part = parts[0]
