@@ -94,8 +94,11 @@ class FlagParser:
         problems.unsure -= flags.keys()
         result = None
         if not self._lacks_needed(file | flags, problems) and has_file:
-            result = problems.add_of(build, [flags, file, path]) if build else fill(self.kinds, file | flags)
-            problems.add_of(check, [] if build else result)
+            if build is not None:
+                result = problems.add_of(build, flags, file, path)
+            else:
+                result = fill(self.kinds, file | flags)
+                problems.add_of(check, *result)
         problems.refuse()
         return result
 

@@ -32,10 +32,10 @@ class Problems:
         self.sentences.append(sentence)
         self.unsure |= set(names)
 
-    def add_of(self, check: Callable[..., Any], parts: Iterable[Any]) -> Any:
+    def add_of(self, check: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Return the result of `check`. If it raises, add its sentences, except those that name an unknown value."""
         try:
-            return check(*parts)
+            return check(*args, **kwargs)
         except UserError as error:
             self.sentences += [
                 line for line in str(error).splitlines() if not self.unsure & set(re.findall(r"\w+", line))

@@ -81,7 +81,7 @@ class DemoArguments:
         if len(self.models) > MAX_MODELS and self.static is None:
             problems.add(f"{len(self.models)} models are given; the page shows at most {MAX_MODELS}.")
         if self.space is not None:
-            problems.add_of(check_repo_id, [self.space])
+            problems.add_of(check_repo_id, self.space)
             for name in self.models if self.static is None else []:
                 if Path(name).exists() or name.partition("@")[0].count("/") != 1 or name.startswith("runs/"):
                     problems.add(

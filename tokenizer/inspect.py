@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> None:
     store.check_hashes()
     problems = Problems()
     for split in SPLITS:
-        problems.add_of(store.check_ids, [split])
+        problems.add_of(store.check_ids, split)
     problems.refuse()
     print("All hashes and indexes are correct, and every token id is in the vocabulary.")
 

@@ -119,7 +119,7 @@ def check(given: dict[str, GivenDataset], options: PretokenizeArguments, ids: Im
                 "before it."
             )
         if problems.sentences:  # only if this check fails: otherwise `build` finds the text
-            problems.add_of(partial(Corpus, given=given), [recipe.inputs, recipe.corpus])
+            problems.add_of(Corpus, recipe.inputs, recipe.corpus, given=given)
     problems.refuse()
 
 

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
     (options,) = FlagParser((CompareArguments,), __doc__.splitlines()[0], positional="runs").parse(arguments)
     refuse_replacing(Path(options.output))
     problems = Problems()
-    folders = [folder for path in options.runs if (folder := problems.add_of(run_of, [Path(path)]))]
+    folders = [folder for path in options.runs if (folder := problems.add_of(run_of, Path(path)))]
     if not (folders and all(map(os.path.exists, options.runs))):
         problems.refuse()
     for sentence in problems.sentences:

@@ -71,26 +71,26 @@ def setup_of(config: TrainConfig) -> Setup:
 def check(config: TrainConfig) -> None:
     """Raise a `UserError` with all problems that can be found before text is tokenized, one per line."""
     problems = Problems(config.recipe.problems() if config.text else [])
-    setup = problems.add_of(setup_of, [config])
+    setup = problems.add_of(setup_of, config)
     problems.sentences += config.problems()
     context, vocab_size, store = config.model.n_positions, config.vocabulary.vocab_size or 1, None
     if not config.text:
-        store = problems.add_of(TokenStore, [config.data.data])
-    elif (recorded := problems.add_of(recorded_data, [config])) is None or run_data.find_cached(recorded) is None:
-        problems.add_of(Corpus, [[config.data.data], config.corpus])
+        store = problems.add_of(TokenStore, config.data.data)
+    elif (recorded := problems.add_of(recorded_data, config)) is None or run_data.find_cached(recorded) is None:
+        problems.add_of(Corpus, [config.data.data], config.corpus)
     if store is not None:
         vocab_size = store.metadata.vocab_size
         problems.sentences += _vocabulary_problems(config, store)
-        problems.add_of(WindowOrder, [store.metadata.train.tokens, context, config.run.seed])
+        problems.add_of(WindowOrder, store.metadata.train.tokens, context, config.run.seed)
     if not config.budget.chooses or config.has_model_file:  # otherwise the budget chooses what is not given
-        problems.add_of(model_config, [config.model, vocab_size])
+        problems.add_of(model_config, config.model, vocab_size)
         if config.optim.induction_init:  # `make_plan` repeats this for a chosen model
             problems.sentences += induction_problems(config.model)
     if config.optim.induction_init and config.pretrained_source is not None:
         problems.add("induction_init is for new models; leave it out, or leave out init_from.")
     is_chosen = config.budget.chooses and "tokens_per_step" not in config.given
     if not (is_chosen or any(config.batch.problems())):
-        problems.add_of(plan_batches, [config.batch, context, int(os.environ.get("WORLD_SIZE", 1)), 1])
+        problems.add_of(plan_batches, config.batch, context, int(os.environ.get("WORLD_SIZE", 1)), 1)
     if config.optim.optimizer == "muon" and setup is not None and setup.sharding == "cpu":
         problems.add(
             "optimizer muon does not work with the launcher's fsdp_offload_params, because its matrix products would "
@@ -235,9 +235,8 @@ def make_plan(
     if config.optim.induction_init:
         problems.sentences += induction_problems(config.model)
     model = model_config(config.model, store.metadata.vocab_size, tokenizer)
-    local, choice = run_data.processes_of_this_machine(accelerator), config.data.data_placement
-    tokens = choice, run_data.bytes_of(store, *SPLITS), accelerator.device, local
-    placement = problems.add_of(run_data.choose_placement, tokens)
+    local, size = run_data.processes_of_this_machine(accelerator), run_data.bytes_of(store, *SPLITS)
+    placement = problems.add_of(run_data.choose_placement, config.data.data_placement, size, accelerator.device, local)
     token_bytes = placement.n_bytes if placement is not None else 0
     available = available_memory(accelerator, config.cost.plan_device, token_bytes)
     on_gpu = accelerator.device.type == "cuda" or config.cost.plan_device is not None
@@ -254,7 +253,7 @@ def make_plan(
     if position.step and not on_gpu:
         largest = min(largest, on_main(accelerator, lambda: _earlier_micro_batch(config.run.folder, processes)))
     batches = plan_batches(config.batch, model.n_positions, processes, largest)
-    order = problems.add_of(WindowOrder, [store.metadata.train.tokens, model.n_positions, config.run.seed])
+    order = problems.add_of(WindowOrder, store.metadata.train.tokens, model.n_positions, config.run.seed)
     if on_gpu:  # a CPU has no CUDA graphs
         problems.sentences += cuda_graph_problems(setup, batches)
     problems.refuse()

@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> None:
         name = ",".join(map("=".join, pairs)).replace("/", "_")
         if commands.setdefault(name, command) != command:
             problems.add(f"Two combinations of --vary have the same folder, {name}; sweep them separately.")
-    first_config = problems.add_of(read_config, [next(iter(commands.values()))])
+    first_config = problems.add_of(read_config, next(iter(commands.values())))
     base = Path(options.output_dir or f"{first_config and first_config.run.output_dir}-sweep")
     drive = first_config and first_config.backup.backup_dir
     for name, command in commands.items():
@@ -63,8 +63,8 @@ def main(arguments: list[str]) -> None:
         if drive and not Path(drive, name).exists():
             groups = [group for group in split_flags(command) if flag_name(group[0]) != "backup_dir"]
             command[:] = [*chain(*groups), "--backup_dir", str(Path(drive, base.name))]
-        configs.append(problems.add_of(read_config, [command, check]))
-    problems.add_of(refuse_replacing, [plot := base / "comparison.png"])
+        configs.append(problems.add_of(read_config, command, check))
+    problems.add_of(refuse_replacing, plot := base / "comparison.png")
     problems.refuse()
     failures, start = [], None
     for command, config in zip(commands.values(), configs, strict=True):

@@ -133,7 +133,7 @@ def import_store(
     tokenizer = vocabulary.load(name)
     vocabulary.check_ids(tokenizer, name)
     size, eos, problems = len(tokenizer), tokenizer.eos_token_id, Problems()
-    splits = [problems.add_of(ImportedSplit, [path, dtype, size, eos]) for path in paths]
+    splits = [problems.add_of(ImportedSplit, path, dtype, size, eos) for path in paths]
     problems.refuse()
     if len(splits[-1].ids) < 2:
         raise UserError(f"{paths[-1]} has one token, but validation needs two.")

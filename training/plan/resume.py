@@ -97,7 +97,7 @@ def _newest(
     """Return the newest checkpoint of the folder and its backup. A newer one in the backup is copied to the folder
     first. `settings` and `first_step` (None: the run's own) must match those of the run in the backup."""
     problems = Problems()
-    checkpoint = problems.add_of(folder.newest_checkpoint, [say])
+    checkpoint = problems.add_of(folder.newest_checkpoint, say)
     if backup is not None:
         step = checkpoints.step_of(checkpoint) if checkpoint is not None else -1
         copy = backup.restore(step, lambda values: _refuse_another(backup.there, values, settings, first_step))

@@ -111,11 +111,11 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
             f"{processes} processes were started for {torch.cuda.device_count()} GPUs; add --num_processes "
             f"{torch.cuda.device_count()} to accelerate launch."
         )
-    precision = problems.add_of(_precision, [arguments.mixed_precision])
+    precision = problems.add_of(_precision, arguments.mixed_precision)
     if arguments.bf16_residual and precision not in ("bf16", None):
         problems.add(f"bf16_residual needs mixed_precision bf16, but it is {precision}; leave out one of the two.")
-    problems.add_of(_check_attention, [arguments.attn_implementation, precision])
-    compiles = problems.add_of(decide_compilation, [arguments.torch_compile, arguments.torch_compile_mode, notes])
+    problems.add_of(_check_attention, arguments.attn_implementation, precision)
+    compiles = problems.add_of(decide_compilation, arguments.torch_compile, arguments.torch_compile_mode, notes)
     # cuDNN's backward pass with a mask produced NaN at these lengths, so every step would be skipped.
     cudnn_attention = not (mask_documents and context % 128 == 64)
     if torch.cuda.is_available() and not cudnn_attention:
@@ -133,7 +133,7 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if accumulation != "1":
         notes.append(f"The launcher's gradient_accumulation_steps {accumulation} is ignored: tokens_per_step sets it.")
-    sharding = problems.add_of(_sharding, [])
+    sharding = problems.add_of(_sharding)
     problems.refuse()
     settings = vars(arguments) | {"mixed_precision": precision, "torch_compile": compiles, "notes": tuple(notes)}
     return Setup(sharding=sharding, cudnn_attention=cudnn_attention, mask_documents=mask_documents, **settings)
