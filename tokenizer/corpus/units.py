@@ -24,6 +24,7 @@ from tokenizer.corpus.byte_range import ByteRange
 from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit, Reader, name_and_place
 from tokenizer.corpus.file_finder import FileFinder, TextFile
 from tokenizer.corpus.given import GivenDataset
+from tokenizer.corpus.hub import HubDataset
 from tokenizer.corpus.named_data import dataset_of, find
 from tokenizer.corpus.records import CHAT_COLUMNS, TEXT_COLUMNS, arrow_batches, parsed, records, text_column
 
@@ -262,12 +263,8 @@ class Corpus:
                         problems.append(str(error))
                     self.finder.skipped.note_unreadable(file.path, file.size, error)
             if hub is not None:
-                snapshot = hub.pinned()
-                splits = [snapshot, replace(snapshot, split="validation")][: len(snapshot.streams)]
-                for dataset, result in zip(splits, (ranges, validation), strict=False):
-                    column = self._column(str(hub), dataset.records(), name)
-                    shards = range(dataset.streams[0].num_shards if column is not None else 0)
-                    result += [(UNIT_BYTES, ByteRange(str(dataset), "hub", shard, column=column)) for shard in shards]
+                for shards, result in zip(self._shards(hub, name), (ranges, validation), strict=False):
+                    result += shards
             units += [Unit(copies, group) for group in _grouped(ranges)]
         if validation:  # with a limit, which applies to all validation text together, it is one unit
             is_limited = self.arguments.limit != NO_LIMIT
@@ -338,6 +335,14 @@ class Corpus:
             bounds = [*range(0, size or 1, UNIT_BYTES), None]
             parts = [(min(UNIT_BYTES, size), start, stop) for start, stop in itertools.pairwise(bounds)]
         return [(n, ByteRange(name, kind, start, stop, column, not file.is_named)) for n, start, stop in parts]
+
+    def _shards(self, hub: HubDataset, text_column: str | None) -> Iterator[list[tuple[int, ByteRange]]]:
+        """Yield the sizes and ranges of the shards of a Hub dataset: of its text, then of its split `validation`."""
+        snapshot = hub.pinned()
+        for dataset in [snapshot, replace(snapshot, split="validation")][: len(snapshot.streams)]:
+            column = self._column(str(hub), dataset.records(), text_column)
+            shards = range(dataset.streams[0].num_shards if column is not None else 0)
+            yield [(UNIT_BYTES, ByteRange(str(dataset), "hub", shard, column=column)) for shard in shards]
 
     def _column(self, label: str, records: Iterable[dict[str, Any] | None], name: str | None) -> str | None:
         """Return the text column, or None if there are no records."""
