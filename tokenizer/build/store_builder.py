@@ -145,9 +145,9 @@ class StoreBuilder:
         recipe, corpus = self.recipe, self.corpus
         if recipe.dedup.dedup == "near":
             MinHasher()  # raises an error before any work if rensa is not installed
-        if corpus.given:
+        if recipe.given:
             recipe.settings()  # raises an error for a wrong tokenizer or template before any text is copied
-        for name in corpus.given:
+        for name in recipe.given:
             self.say(f"Copying the text of {name} to the disk ...")
         corpus.write_given(self.work / "text")
         files = f"{counted(len(corpus.all_files), 'file')}, {corpus.size / 1e6:.1f} MB"
@@ -194,7 +194,7 @@ class StoreBuilder:
     def _require_room(self, sample: "Sample", itemsize: int) -> None:
         """Raise a `UserError` if the store does not fit on its disk."""
         # The ids of a part stay on the disk until its last copy is written.
-        copies = [weight if weight <= 1 else weight + 1 for weight in self.corpus.weights]
+        copies = [source.copies + (source.copies > 1) for source in self.corpus.sources]
         size = sum(map(operator.mul, copies, self.corpus.text_sizes))
         size *= min(1.0, self.recipe.corpus.limit.bytes / max(1, self.corpus.text_size))
         size_is_unknown = self.recipe.corpus.limit.documents < math.inf
@@ -315,10 +315,10 @@ class StoreBuilder:
     def _validation_splits(self) -> list[str]:
         """Return the names of the splits, folders or packages that the validation text comes from."""
         packages: dict[str, str] = {}  # by path of the file
-        for entry, files in zip(self.recipe.inputs, self.corpus.files, strict=True):
-            if (data := find(entry)) is not None and data.held_out:
-                text = f"the packages {', '.join(data.held_out)} of {entry}"
-                packages |= dict.fromkeys((file.path for file in files), text)
+        for source in self.corpus.sources:
+            if (data := find(source.entry)) is not None and data.held_out:
+                text = f"the packages {', '.join(data.held_out)} of {source.entry}"
+                packages |= dict.fromkeys((file.path for file in source.files), text)
         parts = (part for unit in self.plan.units if unit.val for part in unit.ranges)
         copies = f"{self.work / 'text'}/"  # of given datasets
         names = (

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -115,10 +115,26 @@ class NoTextColumnError(UserError):
     """Error for a file of records whose text column cannot be determined."""
 
 
+@dataclass
+class Source:
+    """One input: local files, a dataset on the Hub, or a dataset of a Python program, which is copied to files."""
+
+    entry: str
+    copies: float  # its weight
+    given: GivenDataset | None
+    hub: HubDataset | None
+    files: list[TextFile] = field(default_factory=list)
+
+    @property
+    def text_size(self) -> int:
+        """Bytes of text in its files, estimated for compressed ones."""
+        return sum(int(file.size * (INFLATION if files.is_packed(file.path) else 1)) for file in self.files)
+
+
 class Corpus:
     """Text of `inputs`.
-    `files` has one list per input. `has_chats` and `finder.skipped` are complete after `units`. `left_out` is the
-    store's own folder, which is not read as text."""
+    `has_chats` and `finder.skipped` are complete after `units`. `left_out` is the store's own folder, which is not
+    read as text."""
 
     def __init__(
         self,
@@ -129,20 +145,22 @@ class Corpus:
         given: Mapping[str, GivenDataset] = {},
     ):
         self.inputs, self.arguments = inputs, arguments
-        self.weights = list(weights) or [1.0] * len(inputs)
-        self.given = given
-        self.hub = [None if entry in given else dataset_of(entry) for entry in inputs]
+        self.sources = [
+            Source(entry, copies, given.get(entry), None if entry in given else dataset_of(entry))
+            for entry, copies in zip(inputs, list(weights) or [1.0] * len(inputs), strict=True)
+        ]
         if revision := arguments.revision:
-            if not any(hub and hub.revision is None for hub in self.hub):
+            unpinned = [source for source in self.sources if source.hub and source.hub.revision is None]
+            if not unpinned:
                 raise UserError(f"revision is {revision}, but no input is a Hub dataset without its own; leave it out.")
-            self.hub = [hub and replace(hub, revision=hub.revision or revision) for hub in self.hub]
-        self.files: list[list[TextFile]] = []
+            for source in unpinned:
+                source.hub = replace(source.hub, revision=revision)
         self.finder, self.has_chats = FileFinder(arguments.exclude), False
         own = os.path.abspath(left_out) if left_out is not None else None
         entries: dict[str, str] = {}  # by path
-        for entry, hub in zip(inputs, self.hub, strict=True):
-            self.files.append([])
-            for file in self.finder.find(entry) if hub is None and entry not in given else ():
+        for source in self.sources:
+            entry, is_local = source.entry, source.hub is None and source.given is None
+            for file in self.finder.find(entry) if is_local else ():
                 path = os.path.abspath(file.path)
                 is_own = own is not None and (path.startswith(f"{own}/") or path == f"{own}{files.PACKED_STORE}")
                 if is_own and path != os.path.abspath(os.path.expanduser(entry)):
@@ -153,11 +171,16 @@ class Corpus:
                         f"--weights 2 to use it twice."
                     )
                 entries[path] = entry
-                self.files[-1].append(file)
+                source.files.append(file)
 
     @property
     def all_files(self) -> list[TextFile]:
-        return [file for of_entry in self.files for file in of_entry]
+        return [file for source in self.sources for file in source.files]
+
+    @property
+    def hub(self) -> list[HubDataset | None]:
+        """Dataset on the Hub per input, or None."""
+        return [source.hub for source in self.sources]
 
     @cached_property
     def size(self) -> int:
@@ -167,10 +190,7 @@ class Corpus:
     @cached_property
     def text_sizes(self) -> list[int]:
         """Bytes of text per input, estimated for compressed files."""
-        return [
-            sum(int(file.size * (INFLATION if files.is_packed(file.path) else 1)) for file in of_entry)
-            for of_entry in self.files
-        ]
+        return [source.text_size for source in self.sources]
 
     @property
     def text_size(self) -> int:
@@ -203,7 +223,8 @@ class Corpus:
 
     def identity(self) -> list[list]:
         """Return name, size and modification time of every file, to compare before interrupted work resumes."""
-        datasets = itertools.chain.from_iterable(dataset.identity() for dataset in self.given.values())
+        given = (source.given for source in self.sources if source.given is not None)
+        datasets = itertools.chain.from_iterable(dataset.identity() for dataset in given)
         return [[file.path, file.size, file.modified] for file in self.all_files] + [*datasets]
 
     def refuse_changes(self, remedy: str) -> None:
@@ -219,8 +240,9 @@ class Corpus:
     def write_given(self, folder: Path) -> None:
         """Write the text of the given datasets to files in `folder`, which `units` divides.
         Raise a `UserError` if a dataset fails, or its text column is ambiguous."""
-        for entry, dataset in self.given.items():
-            files = self.files[self.inputs.index(entry)]
+        for source in self.sources:
+            if (dataset := source.given) is None:
+                continue
             for split in dataset.splits:
                 with closing(dataset.records(split)) as records:
                     column = self._column(dataset.name, records, self.arguments.text_column)
@@ -233,22 +255,22 @@ class Corpus:
                             f"{dataset.name} has no records when it is read again, for example from a pipe; give a "
                             "file, or a dataset that can be read several times."
                         )
-                files.append(TextFile.at(path, is_named=True, val=split == "validation"))
+                source.files.append(TextFile.at(path, is_named=True, val=split == "validation"))
 
     def units(self) -> list[Unit]:
         """Divide the text into units. Text of validation splits comes first: of repeated documents, the first is kept.
         Raise a `UserError` if the text column of files is ambiguous (one line per file), or a Hub dataset is broken."""
         problems, tables, units, validation, table_bytes = [], [], [], [], 0
-        for entry, of_entry, hub, copies in zip(self.inputs, self.files, self.hub, self.weights, strict=True):
+        for source in self.sources:
             ranges: list[tuple[int, ByteRange]] = []
-            is_one = len(of_entry) == 1 and copies < 1 and self.arguments.sample_by == "document"
-            name = self.arguments.text_column or getattr(find(entry), "text_column", None)
-            if is_one and kind_of(of_entry[0].path, name) == "text":
+            is_one = len(source.files) == 1 and source.copies < 1 and self.arguments.sample_by == "document"
+            name = self.arguments.text_column or getattr(find(source.entry), "text_column", None)
+            if is_one and kind_of(source.files[0].path, name) == "text":
                 problems.append(
-                    f"{of_entry[0].path} is one document, of which the weight {copies:g} uses all or nothing; add "
-                    "--sample_by paragraph, or use a whole number."
+                    f"{source.files[0].path} is one document, of which the weight {source.copies:g} uses all or "
+                    "nothing; add --sample_by paragraph, or use a whole number."
                 )
-            for file in of_entry:
+            for file in source.files:
                 try:
                     (validation if file.val else ranges).extend(self._ranges(file, name))
                 except NoTextColumnError as error:
@@ -262,10 +284,10 @@ class Corpus:
                     if file.is_named:
                         problems.append(str(error))
                     self.finder.skipped.note_unreadable(file.path, file.size, error)
-            if hub is not None:
-                for shards, result in zip(self._shards(hub, name), (ranges, validation), strict=False):
+            if source.hub is not None:
+                for shards, result in zip(self._shards(source.hub, name), (ranges, validation), strict=False):
                     result += shards
-            units += [Unit(copies, group) for group in _grouped(ranges)]
+            units += [Unit(source.copies, group) for group in _grouped(ranges)]
         if validation:  # with a limit, which applies to all validation text together, it is one unit
             is_limited = self.arguments.limit != NO_LIMIT
             groups = _grouped((0 if is_limited else size, part) for size, part in validation)
