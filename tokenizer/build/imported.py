@@ -135,11 +135,12 @@ def import_store(
     size, eos, problems = len(tokenizer), tokenizer.eos_token_id, Problems()
     splits = [problems.add_of(ImportedSplit, path, dtype, size, eos) for path in paths]
     problems.refuse()
-    if len(splits[-1].ids) < 2:
+    train, val = splits[0], splits[-1]  # the same file, if it is divided
+    if len(val.ids) < 2:
         raise UserError(f"{paths[-1]} has one token, but validation needs two.")
     lengths = np.array([len(text) for text in encode.token_bytes(tokenizer.backend_tokenizer)], dtype=np.int64)
-    end = len(splits[0].ids) if len(splits) == 2 else splits[0].divided_at(fraction)
-    bounds = {"train": (splits[0], 0, end), "val": (splits[-1], 0 if len(splits) == 2 else end, len(splits[-1].ids))}
+    end = train.divided_at(fraction) if val is train else len(train.ids)
+    bounds = {"train": (train, 0, end), "val": (val, end if val is train else 0, len(val.ids))}
     with output.locked(folder, "", wait=False):
         if TokenStore.is_store(folder):  # another process has just written it
             return output.open_finished(folder, settings, inputs, say)
