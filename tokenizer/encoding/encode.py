@@ -185,11 +185,10 @@ class RustEncoder:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Encode texts. Raise a `UserError` for unknown text if the tokenizer has no token for it."""
         try:
-            strings, later = [text.decode() for text in texts], within_text(self.rust)
-            is_first = [later is self.rust or start for start in starts] or [True] * len(texts)
+            strings, starts = [text.decode() for text in texts], starts or [True] * len(texts)
             encodings = [None] * len(texts)
-            for rust, value in ((self.rust, True), (later, False)):
-                places = [i for i, first in enumerate(is_first) if first == value]
+            for rust, is_start in ((self.rust, True), (within_text(self.rust), False)):
+                places = [i for i, start in enumerate(starts) if start == is_start]
                 part = rust.encode_batch_fast([strings[i] for i in places], add_special_tokens=False)
                 for i, encoding in zip(places, part, strict=True):
                     encodings[i] = encoding
