@@ -25,7 +25,7 @@ from common.removal import discard, mark
 from common.settings_file import read_yaml
 from training.checkpoints import checkpoint as checkpoints
 from training.checkpoints.checkpoint import DamageError, complete_checkpoints, is_linked, listed_files, step_of
-from training.checkpoints.metrics import best_step, read_events, read_metrics
+from training.checkpoints.metrics import read_events, read_metrics
 from training.checkpoints.run_folder import RunArguments, RunFolder, may_hold_run
 from training.checkpoints.status import record
 from training.runtime.console import clock
@@ -219,8 +219,7 @@ class Backup:
 
     def _restore_best(self, step: int) -> None:
         """Restore the best checkpoint before `step`, too, if it is not damaged: it may become the run's model."""
-        by_step = {step_of(checkpoint): checkpoint for checkpoint in complete_checkpoints(self.there.checkpoints)}
-        best = by_step.get(best_step(self.run.metrics, [earlier for earlier in by_step if earlier <= step]))
+        best = checkpoints.best_checkpoint(self.there.checkpoints, self.run.metrics, until=step)
         if best is not None and not (self.run.checkpoints / best.name).exists():
             with suppress(DamageError):
                 checkpoints.copy(best, self.run.checkpoints / best.name)
@@ -258,8 +257,7 @@ class Backup:
         self.may_replace = False
         checkpoints.sweep(backup)
         checkpoints.prune(backup, self.limit, self.run.metrics)
-        by_step = {step_of(path): path for path in complete_checkpoints(self.run.checkpoints)}
-        best = by_step.get(best_step(self.run.metrics, by_step))
+        best = checkpoints.best_checkpoint(self.run.checkpoints, self.run.metrics)
         if best is not None:  # it may be older than the backup
             with suppress(DamageError, FileNotFoundError):  # damaged, or deleted meanwhile
                 self._copy_checkpoint(best)

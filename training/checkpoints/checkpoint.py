@@ -13,6 +13,7 @@ Format 1 can also be read: its state.json holds step, seed, tokens per step and 
 
 import errno
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path, PureWindowsPath
@@ -86,6 +87,13 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for path in all_checkpoints(folder) if (path / MANIFEST).is_file()]
 
 
+def best_checkpoint(folder: Path, metrics: Path, until: float = math.inf) -> Path | None:
+    """Return the complete checkpoint of the lowest comparable validation loss, of those up to step `until`, or None if
+    none of them was validated."""
+    by_step = {step_of(checkpoint): checkpoint for checkpoint in complete_checkpoints(folder)}
+    return by_step.get(best_step(metrics, [step for step in by_step if step <= until]))
+
+
 def write_checkpoint(
     folder: Path,
     snapshot: dict[str, torch.Tensor],  # all tensors of a step; the name of a moment has a slash
@@ -153,10 +161,9 @@ def prune(folder: Path, limit: int | None, metrics: Path, in_use: Path | None = 
     """Remove all checkpoints except the newest `limit`, the best, and the one in use, which a later call removes."""
     if limit is None:
         return
-    by_step = {step_of(checkpoint): checkpoint for checkpoint in complete_checkpoints(folder)}
-    best = best_step(metrics, by_step)
-    for step in sorted(by_step)[:-limit]:
-        if step != best and (checkpoint := by_step[step]) != in_use:
+    best = best_checkpoint(folder, metrics)
+    for checkpoint in complete_checkpoints(folder)[:-limit]:
+        if checkpoint not in (best, in_use):
             discard(checkpoint, FILES)
 
 
