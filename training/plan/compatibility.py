@@ -100,16 +100,7 @@ def compare(
         elif settings.resume.get(name) == "fixed":
             refusals.append(f"{sentence}, so its moments do not fit; start a new run in another --output_dir")
         elif name in settings.refused.union(fields) - exceptions:
-            store = find_cached(old["data"]) if name in ("tokenizer", "data") else None
-            source = settings.values.get("resume_from_checkpoint") or run_of(checkpoint)
-            command = join(["--resume_from_checkpoint", str(source), "--data", str(store)])
-            origin = f"the run was trained on {store}, so resume it with {command}; " if store is not None else ""
-            consequence = ""
-            if name == "tokenizer" and name in settings.values:  # the text is tokenized for this run
-                folder = checkpoint if store is None else store / "tokenizer"  # a backup has no model/
-                words = join(["--tokenizer", str(folder), "--allow_change", "data"])
-                consequence = f", and ids get other meanings; to keep the run's vocabulary on other text, add {words}"
-            refusals.append(f"{sentence}; {origin}if this is intended, add --allow_change {name}{consequence}")
+            refusals.append(f"{sentence}; {_remedy(name, old['data'], checkpoint, settings)}")
     if str(checkpoint_model.dtype) not in ("None", "float32", "torch.float32"):
         refusals.append(f"its weights are {checkpoint_model.dtype}, but training needs float32")
     Problems(f"{checkpoint} cannot be resumed: {difference}." for difference in refusals).refuse()
@@ -124,6 +115,22 @@ def _has_same_shapes(checkpoint_model: GPT2ScratchConfig, name: str, value: Any)
         models = [GPT2ScratchForCausalLM._from_config(config) for config in (checkpoint_model, variant)]
     shapes = [{key: parameter.shape for key, parameter in model.named_parameters()} for model in models]
     return shapes[0] == shapes[1]
+
+
+def _remedy(name: str, data: str, checkpoint: Path, settings: RunSettings) -> str:
+    """Return how to keep the run's value of a setting, or to change it. `data`: identity of the run's tokens."""
+    remedy = f"if this is intended, add --allow_change {name}"
+    if name not in ("tokenizer", "data"):
+        return remedy
+    if (store := find_cached(data)) is not None:
+        source = settings.values.get("resume_from_checkpoint") or run_of(checkpoint)
+        command = join(["--resume_from_checkpoint", str(source), "--data", str(store)])
+        remedy = f"the run was trained on {store}, so resume it with {command}; {remedy}"
+    if name == "tokenizer" and name in settings.values:  # the text is tokenized for this run
+        folder = checkpoint if store is None else store / "tokenizer"  # a backup has no model/
+        words = join(["--tokenizer", str(folder), "--allow_change", "data"])
+        remedy += f", and ids get other meanings; to keep the run's vocabulary on other text, add {words}"
+    return remedy
 
 
 def _sentence(name: str, new: Mapping[str, Any], old: Mapping[str, Any]) -> str:
