@@ -46,38 +46,53 @@ def main(arguments: list[str]) -> None:
     for sentence in problems.sentences:
         print(f"Skipped: {sentence}", file=sys.stderr)
     base = os.path.commonpath([folder.resolve().parent for folder in folders])
-    summaries = {os.path.relpath(folder.resolve(), base): summarize_run(RunFolder(folder)) for folder in folders}
-    validated = [summary for summary in summaries.values() if summary["last"]]
-    newest = [summary["last"] for summary in validated]
-    texts = {summary["text"] for summary in summaries.values() if summary["last"] or summary["text"] != "None"}
-    is_other_text = len(texts) > 1
-    has_samples = any(map(_is_of_sample, validated))
-    is_other_sample = len({entry.get("eval_tokens") for entry in newest}) > 1
-    if is_other_sample and (has_samples or not is_other_text):
-        is_other_sample = len({*map(sample_tokens, newest)} - {None}) > 1
-        for entry in newest:  # finished runs scored the whole split, others a sample
-            entry.update(comparable_scores(entry))
-    runs = dict(sorted(summaries.items(), key=lambda item: item[1]["last"].get("eval_bits_per_byte", math.inf)))
-    values: dict[str, set[str]] = {}
-    for summary in runs.values():  # config.yaml lacks what is not set
-        settings = summary["settings"]
-        absent = set() if "tokenizer_type" in settings else TEXT_SETTINGS  # of a run on a token store
-        summary["settings"] = {name: value for name, value in DEFAULTS.items() if name not in absent} | settings
-        for name, value in summary["settings"].items():
-            values.setdefault(name, set()).add(str(value))
-    setting_names = [name for name in values if len(values[name]) > 1 and name not in IGNORED_SETTINGS]
+    runs = {os.path.relpath(folder.resolve(), base): _summarize(folder) for folder in folders}
+    differences = _make_comparable([*runs.values()])
+    runs = dict(sorted(runs.items(), key=lambda item: item[1]["last"].get("eval_bits_per_byte", math.inf)))
+    setting_names = _different_settings([summary["settings"] for summary in runs.values()])
     if sys.stdout.isatty():  # narrow: the names of a sweep's runs contain the settings
         setting_names = [name for name in setting_names if not all(f"{name}=" in run_name for run_name in runs)]
-    table = environment().get_template("comparison.md.j2")
-    notes = {"is_other_text": is_other_text, "is_other_sample": is_other_sample, "has_samples": has_samples}
-    page = table.render(runs=runs, setting_names=setting_names, **notes)
+    page = environment().get_template("comparison.md.j2").render(runs=runs, setting_names=setting_names, **differences)
     Console().print(TerminalPage(page)) if sys.stdout.isatty() else print(page)
-    measure = "eval_bits_per_byte" if is_other_text else "eval_loss"
+    measure = "eval_bits_per_byte" if differences["is_other_text"] else "eval_loss"
     with disk_errors(options.output, "name another file with --output"):
         if plot_runs(runs, Path(options.output), measure):
             print(f"Plot: {options.output}", file=sys.stderr)
         elif find_spec("matplotlib") is None:
             print("No plot: run pip install -e '.[plots]'.", file=sys.stderr)
+
+
+def _summarize(folder: Path) -> dict[str, Any]:
+    """Return the facts of a run, with the defaults of the settings that its config.yaml lacks."""
+    summary = summarize_run(RunFolder(folder))
+    absent = set() if "tokenizer_type" in summary["settings"] else TEXT_SETTINGS  # of a run on a token store
+    defaults = {name: value for name, value in DEFAULTS.items() if name not in absent}
+    return summary | {"settings": defaults | summary["settings"]}
+
+
+def _make_comparable(summaries: list[dict[str, Any]]) -> dict[str, bool]:
+    """Return whether the runs were validated on different texts or samples, for comparison.md.j2. If some scored only a
+    sample, replace the scores of finished runs, which are of the whole split, by those of their sample."""
+    validated = [summary for summary in summaries if summary["last"]]
+    newest = [summary["last"] for summary in validated]
+    texts = {summary["text"] for summary in summaries if summary["last"] or summary["text"] != "None"}
+    is_other_text = len(texts) > 1
+    has_samples = any(map(_is_of_sample, validated))
+    is_other_sample = len({entry.get("eval_tokens") for entry in newest}) > 1
+    if is_other_sample and (has_samples or not is_other_text):
+        is_other_sample = len({*map(sample_tokens, newest)} - {None}) > 1
+        for entry in newest:
+            entry.update(comparable_scores(entry))
+    return {"is_other_text": is_other_text, "is_other_sample": is_other_sample, "has_samples": has_samples}
+
+
+def _different_settings(settings_of_runs: list[dict[str, Any]]) -> list[str]:
+    """Return the names of the settings that have more than one value."""
+    values: dict[str, set[str]] = {}
+    for settings in settings_of_runs:
+        for name, value in settings.items():
+            values.setdefault(name, set()).add(str(value))
+    return [name for name in values if len(values[name]) > 1 and name not in IGNORED_SETTINGS]
 
 
 def _is_of_sample(summary: dict[str, Any]) -> bool:
