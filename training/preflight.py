@@ -204,21 +204,20 @@ def _starting_point(
         "mixed_precision": accelerator.mixed_precision,
     }
     if checkpoint is None:
-        start = ResumePoint(None, TrainState(plan.position, settings), [])
-        if (source := config.pretrained_source) is not None:
-            start = replace(start, owes_validation=True, initializer=partial(load_pretrained, source))
-        return start
+        source = config.pretrained_source
+        initializer = partial(load_pretrained, source) if source is not None else None
+        return ResumePoint(None, TrainState(plan.position, settings), [], source is not None, initializer)
     changes = compare(checkpoint, state, plan.model, settings, config.settings)
     if any(state.settings.get(name) != settings[name] for name in ("data", "tokens_per_step")):
         state = replace(state, losses=(), unlogged=0)  # they are not a measure for the losses that follow
-    start = ResumePoint(checkpoint, replace(state, position=plan.position, settings=settings), changes)
-    folder = config.run.folder
-    may_validate = start.step <= plan.max_steps
-    if may_validate and plan.is_due(config.evaluation.eval_strategy, config.evaluation.eval_steps, start.step):
-        scores_all = start.step == plan.max_steps and config.evaluation.max_eval_samples is not None
-        has_it = on_main(accelerator, lambda: is_reported(folder, start.step, scores_all))
-        start = replace(start, owes_validation=folder.owns(checkpoint) and not has_it)
-    return start
+    state = replace(state, position=plan.position, settings=settings)
+    folder, step, evaluation = config.run.folder, plan.position.step, config.evaluation
+    owes_validation = False
+    if step <= plan.max_steps and plan.is_due(evaluation.eval_strategy, evaluation.eval_steps, step):
+        scores_all = step == plan.max_steps and evaluation.max_eval_samples is not None
+        has_validation = on_main(accelerator, lambda: is_reported(folder, step, scores_all))
+        owes_validation = folder.owns(checkpoint) and not has_validation
+    return ResumePoint(checkpoint, state, changes, owes_validation)
 
 
 def make_plan(
