@@ -138,10 +138,11 @@ def compare_models(
             scorer, tokenizer = load_any_model(find_model(title), torch.float32)
             scorer = scorer.to(accelerator.device)
         is_own = title == name or scorer.config.model_type == "gpt2scratch"  # in training, documents follow the eos
-        has_bos = tokenizer.bos_token_id is not None and not (is_own and tokenizer.eos_token_id is not None)
-        bos = tokenizer.bos_token_id if has_bos else tokenizer.eos_token_id
+        bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+        start, other = (eos, bos) if is_own else (bos, eos)
+        start = other if start is None else start
         encoding = text.encoded(tokenizer, title)
-        nats[title] = nats_of_model(scorer, bos, encoding, len(text.bytes), accelerator, title)
+        nats[title] = nats_of_model(scorer, start, encoding, len(text.bytes), accelerator, title)
         if title == name:
             own_encoding = encoding
         del scorer  # before the next model is loaded
