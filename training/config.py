@@ -234,8 +234,8 @@ def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lam
 
 def _with_homes(settings: dict[str, Any]) -> dict[str, Any]:
     """Return settings with `~` expanded in the folders of runs. A shell leaves it in `--output_dir=~/x`."""
-    is_folder = {name: name in RUN_FOLDERS and value is not None for name, value in settings.items()}
-    return {name: os.path.expanduser(value) if is_folder[name] else value for name, value in settings.items()}
+    folders = {name: os.path.expanduser(settings[name]) for name in RUN_FOLDERS if settings.get(name) is not None}
+    return settings | folders
 
 
 def _given(flags: dict[str, Any], file: dict[str, Any]) -> TrainConfig:
