@@ -166,7 +166,7 @@ def test_checkpoints_are_equal_for_all_kinds_of_processes(runs, actual, referenc
 def test_bf16_and_recomputed_activations_are_close(runs):
     actual, expectation = numbers(runs / "fsdp_bf16"), numbers(runs / "alone")
     for step in (1, 2):
-        assert actual[step, "loss"] == pytest.approx(expectation[step, "loss"], abs=1e-2)
+        assert 1e-6 < abs(actual[step, "loss"] - expectation[step, "loss"]) < 1e-2
     tensors = shapes(runs / "fsdp_bf16" / "model" / "model.safetensors")
     assert {dtype for _, dtype in tensors.values()} == {"F32"}
 
