@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 from test_stopping import Job
+from torch import distributed
 
 from conftest import TWO_PROCESSES, wait_until
 from training.checkpoints.run_folder import RunFolder
 from training.guard import watchdog
-from training.guard.watchdog import Pulse, find_fault
+from training.guard.watchdog import Pulse, find_fault, is_of_the_group
 
 JOB = """
 import os, sys, time
@@ -56,6 +57,7 @@ with (
         log.write(f"step {step}\\n")
 """
 SECOND = "rank 2 (a, pid 2)"
+LAGGARD = "rank 1 (a, pid 1) kept the others waiting for 600 s (ddp_timeout): rank 1 is at step 7"
 STOPPED = r"has been silent for 3 s at step N \(its process is stopped\)"
 
 
@@ -127,6 +129,12 @@ def test_a_store_that_does_not_answer_ends_the_process(monkeypatch, tmp_path, ca
     assert re.search(sentence + r"--resume_from_checkpoint '.*/my run', or, without a checkp", capsys.readouterr().out)
 
 
+def test_out_of_memory_in_nccl_is_not_an_error_of_the_group():
+    text = "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error\nLast error:\nCuda failure 2 "
+    memory, other = (distributed.DistBackendError(text + reason) for reason in ("'out of memory'", "'unknown error'"))
+    assert (is_of_the_group(memory), is_of_the_group(other)) == (False, True)
+
+
 @pytest.mark.parametrize(
     ("judge", "trouble", "pulses", "fault"),
     [
@@ -139,6 +147,8 @@ def test_a_store_that_does_not_answer_ends_the_process(monkeypatch, tmp_path, ca
         (0, 1, [{"error": "r"}, {"failure": "E: x"}, {"state": "dead"}], "rank 1 (a, pid 1) failed at step 7: E: x"),
         (0, 4, [{"error": "reset"}, {"error": "reset"}, {"silence": 9}], None),
         (0, 5, [{"error": "r"}, {}, {"silence": 3}], f"{SECOND} no longer answers, last seen at step 7"),
+        (0, 5, [{"error": "Timed out"}, {}, {"error": "r"}], f"{LAGGARD}, rank 0 is at step 7, rank 2 is at step 7"),
+        (0, 5, [{"error": "NCCL error"}, {}, {}], "the processes lost their connection at step 7: NCCL error"),
         (0, 5, [{"error": "r"}] * 3, "the processes lost their connection at step 7: r"),
     ],
 )

@@ -7,6 +7,7 @@ reports the reason; a process that ran out of memory orders all processes to res
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -18,16 +19,18 @@ from shlex import quote
 from typing import Any, NoReturn
 
 import psutil
-import torch
 from torch import distributed
 
+from common.command_line import LONGEST_ERROR
 from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.saver import wait_for_writing
 from training.checkpoints.status import read_status, write_status
+from training.guard.faults import is_out_of_memory
 from training.guard.stopping import leave, print_unbuffered
 from training.runtime.launcher import PARENT, is_launched
 from training.runtime.restart import Restart, execute, show_cursor
 
+TIMEOUT = re.compile("time[d ]*out|timing out", re.IGNORECASE)  # in errors of gloo and NCCL
 PATIENCE = 60.0  # seconds of silence after which a process counts as lost, or ddp_timeout if less
 INTERVAL = 1.0  # seconds between two pulses
 FAREWELL = 5.0  # seconds until the cause of an error must be known
@@ -94,7 +97,8 @@ def find_fault(judge: int, pulses: list[Pulse], trouble: float, ddp_timeout: flo
         return f"{_listed(mute)} no longer answers, last seen at {place}"
     if judge != 0:
         return None
-    if laggards := [pulse for pulse in active_pulses if not pulse.error and not pulse.failure]:
+    laggards = [pulse for pulse in active_pulses if not pulse.error and not pulse.failure]
+    if laggards and any(TIMEOUT.search(pulse.error) for pulse in errors):
         phases = _listed([f"rank {pulse.rank} is at {pulse.phase}" for pulse in laggards + errors])
         return f"{_listed(laggards)} kept the others waiting for {ddp_timeout:g} s (ddp_timeout): {phases}"
     return f"the processes lost their connection at {errors[0].phase}: {errors[0].error.rstrip('.')}"
@@ -131,7 +135,7 @@ class Watchdog:
             return
         self._last_words = {"left": True}
         if isinstance(error, Exception):
-            line = (str(error).strip() or kind.__name__).splitlines()[0]
+            line = " ".join(str(error).split())[:LONGEST_ERROR] or kind.__name__
             if is_of_the_group(error):
                 # The thread ends the process without the interpreter's shutdown, which would wait for the group's
                 # threads, which wait for a dead peer. If the thread has no store, the error gets its traceback.
@@ -255,7 +259,7 @@ def _machine() -> str:
 
 def is_of_the_group(error: BaseException) -> bool:
     """Return whether an error comes from the process group. Gloo raises plain RuntimeErrors."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if is_out_of_memory(error):  # also NCCL's
         return False
     words = ("gloo", "NCCL", "Connection closed by peer", "ProcessGroup", "process group")
     is_named = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
