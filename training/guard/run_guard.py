@@ -41,7 +41,7 @@ def job(
     accelerator = start_accelerator(setup, trackers, str(folder.path), stopping.ddp_timeout)
     with Watchdog(accelerator.process_index, accelerator.num_processes, stopping.ddp_timeout, folder) as watchdog:
         with ExitStack() as lock:
-            check_same_command(settings)
+            check_same_command(settings | {name: value for name, value in vars(setup).items() if name != "notes"})
             on_main(accelerator, lambda: lock.enter_context(locked(folder.path)))
             yield accelerator, watchdog
         on_main(accelerator, lambda: None)  # the main process may still be copying to the backup

@@ -160,11 +160,13 @@ def check_same_command(settings: dict[str, Any]) -> None:
     main_settings, *settings_of_ranks = gather_object([settings])
     if different := [rank for rank, values in enumerate(settings_of_ranks, start=1) if values != main_settings]:
         raise UserError(
-            f"Rank {different[0]} has other settings than rank 0: run the same command on all machines, and stop "
-            "processes of earlier runs that are still running."
+            f"Rank {different[0]} has other settings than rank 0 ({', '.join(names)}): run the same command on all "
+            "machines, set what they decide differently by flags, and stop processes of earlier runs that still run."
         )
 
 
+        values = settings_of_ranks[different[0] - 1]
+        names = [name for name in main_settings | values if main_settings.get(name) != values.get(name)]
 def stop_accelerator(accelerator: Accelerator) -> None:
     """Close the trackers and the process group.
     Gloo's thread needs the interpreter lock to free the tensors of the last collective. If the main thread destroys the
