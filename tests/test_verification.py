@@ -12,6 +12,7 @@ from conftest import TINY, TWO_PROCESSES, assert_user_error, flags, flip
 from tokenizer.build.export import to_parquet
 from tokenizer.store.store import TokenStore
 from training import evaluate
+from training.checkpoints import saver
 from training.checkpoints.run_folder import RunFolder
 
 
@@ -64,6 +65,16 @@ def test_the_first_checkpoint_waits_for_the_hashes_and_training_does_not(train, 
     thread.join()
     assert in_time == [True]
     assert RunFolder(tmp_path / "run").newest_step() == 5
+
+
+def test_with_several_machines_training_waits_for_the_hashes_of_all(train, tmp_path, monkeypatch):
+    """The main process does not know whether another machine's file differs."""
+    actions = []
+    monkeypatch.setattr(TokenStore, "check_hashes", lambda self: actions.append(time.sleep(1) or "hashed"))
+    monkeypatch.setattr(saver, "processes_of_this_machine", lambda accelerator: 0)
+    monkeypatch.setattr(saver, "wait_for_all", lambda accelerator: actions.append("waited"))
+    train(tmp_path / "run", save_steps=2, eval_strategy="no", max_steps=5)
+    assert actions == ["hashed", "waited"]
 
 
 def test_all_processes_of_a_run_end_on_a_damaged_store(launch, copy, tmp_path):

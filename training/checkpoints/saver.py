@@ -25,8 +25,8 @@ from training.checkpoints import checkpoint
 from training.checkpoints.backup import Backup
 from training.checkpoints.run_folder import RunFolder, forget_replaced
 from training.checkpoints.status import record, write_status
-from training.data.run_data import RunData
-from training.runtime.distributed import on_main
+from training.data.run_data import RunData, processes_of_this_machine
+from training.runtime.distributed import on_main, wait_for_all
 from training.step.loss import DivergenceError
 from training.step.optim import moment_shapes, named_moments, named_weights
 from training.step.tensors import whole
@@ -71,7 +71,8 @@ class Saver(AbstractContextManager):
         """Allocate memory for the copy of weights and moments while the first step is being prepared. Raise a
         `UserError` if the disk has no room for a checkpoint, before any step is trained.
         `data`: no checkpoint is completed before the hashes of its store were verified, because size and modification
-        time would not show a flipped bit. One process per machine reads the files, at about 1.5 GB/s.
+        time would not show a flipped bit. One process per machine reads the files, at about 1.5 GB/s. With several
+        machines, training waits for that.
         `limit` is the number of newest checkpoints to keep."""
         self.folder, self.tokenizer, self.train_step = folder, data.tokenizer, train_step
         self.accelerator, self.model = train_step.accelerator, train_step.model
@@ -104,6 +105,9 @@ class Saver(AbstractContextManager):
     def save(self, state: checkpoint.TrainState) -> None:
         """Start a save and record the seconds that training waited for it. Raise the exception of the previous save."""
         begin = time.perf_counter()
+        if self.saved_step is None and processes_of_this_machine(self.accelerator) < self.accelerator.num_processes:
+            self.verification.result()  # `_write` waits for that of its own machine only
+            wait_for_all(self.accelerator)
         on_main(self.accelerator, self.wait)
         after_wait = time.perf_counter()
         if scaler := self.accelerator.scaler:

@@ -101,7 +101,6 @@ class RunGuard:
             self.read_losses(self.step, saver)
             self.save(self.step, saver)
         on_main(self.run.accelerator, saver.wait)
-        saver.wait()  # for the store's files on other machines
 
     def read_losses(self, step: int, saver: Saver) -> None:
         """Read the losses of the steps until `step`, and wait for the device. Raise a `UserError` if the model does not

@@ -150,6 +150,12 @@ def waits_for_main() -> bool:
     return _waits
 
 
+def wait_for_all(accelerator: Accelerator) -> None:
+    """Wait until all processes call this, without `ddp_timeout`. If one of them fails, the watchdog stops all."""
+    if accelerator.num_processes > 1:
+        distributed.barrier(_patient_group())
+
+
 @cache
 def _patient_group() -> distributed.ProcessGroup:
     return distributed.new_group(backend="gloo", timeout=timedelta(seconds=LONGEST_WAIT))
@@ -159,14 +165,14 @@ def check_same_command(settings: dict[str, Any]) -> None:
     """Raise a `UserError` if the processes of the group have different settings."""
     main_settings, *settings_of_ranks = gather_object([settings])
     if different := [rank for rank, values in enumerate(settings_of_ranks, start=1) if values != main_settings]:
+        values = settings_of_ranks[different[0] - 1]
+        names = [name for name in main_settings | values if main_settings.get(name) != values.get(name)]
         raise UserError(
             f"Rank {different[0]} has other settings than rank 0 ({', '.join(names)}): run the same command on all "
             "machines, set what they decide differently by flags, and stop processes of earlier runs that still run."
         )
 
 
-        values = settings_of_ranks[different[0] - 1]
-        names = [name for name in main_settings | values if main_settings.get(name) != values.get(name)]
 def stop_accelerator(accelerator: Accelerator) -> None:
     """Close the trackers and the process group.
     Gloo's thread needs the interpreter lock to free the tensors of the last collective. If the main thread destroys the
