@@ -57,6 +57,14 @@ def test_the_setup_of_another_device_follows_its_datasheet_and_the_flags(store, 
     options = {"data": store.folder, "plan_device": "t4-16gb", "torch_compile": choice}
     setup = setup_of(read_config(["--plan", *flags(**options)]))
     assert (setup.mixed_precision, setup.torch_compile) == ("fp16", compiles)
+    assert (setup.sharding, setup.mask_documents) == (None, False)
+
+
+def test_the_setup_of_another_device_has_the_shards_of_the_launcher_and_the_mask(store, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    config = read_config(["--plan", *flags(data=store.folder, plan_device="t4-16gb", mask_documents="true")])
+    assert (setup_of(config).sharding, setup_of(config).mask_documents) == ("device", True)
 
 
 def test_gradient_checkpointing_is_enabled_on_request_without_a_warning():

@@ -39,7 +39,7 @@ from training.plan.run import Run
 from training.report.facts import is_reported
 from training.runtime.compilation import SHORT_RUN, is_automatic, pays_off, prepare_compiler
 from training.runtime.console import printer
-from training.runtime.device import Setup, decide, uses_mps
+from training.runtime.device import Setup, decide, sharding, uses_mps
 from training.runtime.distributed import on_main
 from training.runtime.hardware import RENTALS
 from training.runtime.restart import restarted
@@ -65,7 +65,7 @@ def setup_of(config: TrainConfig) -> Setup:
     settings = {"mixed_precision": best if precision == "auto" else precision}
     settings["attn_implementation"] = "sdpa" if attention == "auto" else attention
     settings["torch_compile"] = config.device.torch_compile.lower() != "false"
-    return Setup(**vars(config.device) | settings)
+    return Setup(sharding=sharding(), mask_documents=config.batch.mask_documents, **vars(config.device) | settings)
 
 
 def check(config: TrainConfig) -> None:

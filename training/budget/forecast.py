@@ -148,7 +148,7 @@ def show_plan(config: TrainConfig) -> None:
     forecast = Forecast(config, plan, store, speed, sizing)
     # Rentable devices that can hold the model, unless it is too small for reported figures: each with its speed.
     speeds = [(rental, assumed_speed(rental.datasheet, plan.model, "bf16", 1)) for rental in RENTALS.values()]
-    memory = replace(plan.memory, on_gpu=True, program=0).total(1) / 1e9
+    memory = replace(plan.memory, on_gpu=True, program=0, processes=1).total(1) / 1e9
     rentals = [(rental, speed) for rental, speed in speeds if speed is not None and memory < rental.gigabytes]
     steps_done = 0 if sizing is not None else on_main(accelerator, lambda: EarlierRun.of(config).step)
     say(describe_forecast(forecast, hardware, steps_done, estimate, rentals))

@@ -133,10 +133,10 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
     accumulation = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if accumulation != "1":
         notes.append(f"The launcher's gradient_accumulation_steps {accumulation} is ignored: tokens_per_step sets it.")
-    sharding = problems.add_of(_sharding)
+    shards = problems.add_of(sharding)
     problems.refuse()
     settings = vars(arguments) | {"mixed_precision": precision, "torch_compile": compiles, "notes": tuple(notes)}
-    return Setup(sharding=sharding, cudnn_attention=cudnn_attention, mask_documents=mask_documents, **settings)
+    return Setup(sharding=shards, cudnn_attention=cudnn_attention, mask_documents=mask_documents, **settings)
 
 
 def _has_visible_gpu() -> bool:
@@ -213,7 +213,7 @@ def _check_attention(choice: str, precision: str | None) -> None:
         )
 
 
-def _sharding() -> str | None:
+def sharding() -> str | None:
     """Return where the launcher's `fsdp_*` options, which it passes in the environment, keep shards, or None. Refuse
     FSDP1."""
 
