@@ -1,5 +1,5 @@
-"""Model to publish, with all facts for its card, its files and its verification. Only this module and the demo read the
-run folder."""
+"""Model to publish, with all facts for its card, its files and its verification. Only this module, `model_index` and
+the demo read the run folder."""
 
 import re
 import shutil

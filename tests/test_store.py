@@ -158,7 +158,7 @@ def edit(folder: Path, **values) -> None:
 )
 def test_damaged_stores_are_refused_with_the_remedy(finished, damage, sentence):
     damage(finished)
-    assert_one_sentence(sentence + r".* Delete .* and build it again\.$", TokenStore, finished)
+    assert_one_sentence(sentence + r".* [Dd]elete .* and build it again\.$", TokenStore, finished)
 
 
 @pytest.mark.parametrize("values", [{"vocab_size": 299}, {"vocab_size": 70_000}, {"eos_token_id": 300}])

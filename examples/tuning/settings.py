@@ -104,10 +104,10 @@ class Tuning:
                 files.check_text(files.head(path), path)
                 used[path] = "text"
         if not used:
-            raise UserError(f"{self.data} has only binary files; pass text or records.")
+            raise UserError(f"{self.data} has only binary or damaged files; pass text or records.")
         if left_out := sorted(kinds.keys() - used.keys()):
             more = " ..." * (len(left_out) > 1)
-            print(f"Left out {counted(len(left_out), 'file')} without {wanted}: {left_out[0]}{more}")
+            print(f"Left out {counted(len(left_out), 'file')} without readable {wanted}: {left_out[0]}{more}")
         return used
 
     @property

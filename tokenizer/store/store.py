@@ -240,7 +240,8 @@ def read_metadata(folder: Path) -> Metadata:
         return schema.build(_from_format_1(content) if version == 1 else content, Metadata)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path} is not the metadata of a token store ({error}). Delete {folder} and build it again."
+            f"{path} is not the metadata of a token store ({error}). Choose another folder or, if {folder} was one, "
+            "delete it and build it again."
         ) from error
 
 

@@ -98,7 +98,8 @@ class Memory:
         blocks = layers * block
         if self.setup.gradient_checkpointing:  # on a CPU, plus the block that is being recomputed
             blocks = layers * stream + (0 if self.on_gpu else block)
-        if self.setup.mask_documents and self.setup.attention(self.model.n_positions) != "eager":
+        has_kernel = self.on_gpu or not (self.model.attn_pdrop or uses_mps())  # SDPA's other operations keep no mask
+        if self.setup.mask_documents and self.setup.attention(self.model.n_positions) == "sdpa" and has_kernel:
             # SDPA converts the mask, (B, T, T), in each layer. A compiled graph does so once.
             copies = 1 if self.setup.torch_compile or self.setup.gradient_checkpointing else layers
             blocks += copies * micro_batch * self.model.n_positions**2 * (2 if self.in_half else 4)
