@@ -258,7 +258,7 @@ def test_a_damaged_checkpoint_is_reported_and_skipped(finished_copy, train, tmp_
     assert damage(weights_file.parent) is None
     flip(weights_file)
     (run / "checkpoints" / "step_00000003" / "config.json").unlink()
-    assert_user_error(rf"All checkpoints in .* are damaged; .* start .* --init_from {run}/model and another", train, run)
+    assert_user_error(rf"All checkpoints in .* are damaged; .* --init_from {run}/model and another", train, run)
     assert_user_error("is damaged", train, tmp_path / "other", "--resume_from_checkpoint", str(weights_file.parent))
 
 
