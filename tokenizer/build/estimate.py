@@ -109,7 +109,7 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
     limit = recipe.corpus.limit
     recipe = replace(recipe, corpus=replace(recipe.corpus, max_bytes=None, max_documents=None))
     corpus: Corpus = SampledCorpus([data], recipe.corpus)
-    dataset = corpus.hub[0]
+    dataset = corpus.sources[0].hub
     if limit.bytes <= LARGE_BYTES or (dataset is None and corpus.text_size <= LARGE_BYTES):
         return None
     say(f"Reading a sample of {data} ...")

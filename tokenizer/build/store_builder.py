@@ -217,7 +217,7 @@ class StoreBuilder:
         limit_of_validation = limit.of_validation(self.recipe.corpus.validation_fraction)
         parts = self.do_units([0], limit_of_validation) if any(unit.val for unit in self.plan.units) else []
         is_serial = encode.is_character(self.rust)  # it lacks the characters beyond the limit: none of them may be read
-        is_of_any_size = any(self.corpus.hub) or any(is_packed(file.path) for file in self.corpus.all_files)
+        is_of_any_size = bool(self.corpus.hub) or any(is_packed(file.path) for file in self.corpus.all_files)
         batch = 1 if is_of_any_size or limit.bytes == math.inf else math.ceil(limit.bytes / UNIT_BYTES)
         while len(parts) < total:
             units = range(len(parts), min(len(parts) + (1 if is_serial else batch), total))
@@ -339,7 +339,7 @@ class StoreBuilder:
             self.inputs,
             eos_token_id=self.plan.settings.eos,
             sources=self.recipe.inputs,
-            hub_datasets=[hub.name for hub in self.corpus.hub if hub is not None],
+            hub_datasets=[hub.name for hub in self.corpus.hub],
             commits={dataset.name: dataset.revision for dataset in map(open_dataset, paths)},
             validation_splits=self._validation_splits(),
             licenses=licenses(self.recipe.inputs),

@@ -178,9 +178,9 @@ class Corpus:
         return [file for source in self.sources for file in source.files]
 
     @property
-    def hub(self) -> list[HubDataset | None]:
-        """Dataset on the Hub per input, or None."""
-        return [source.hub for source in self.sources]
+    def hub(self) -> list[HubDataset]:
+        """Datasets on the Hub."""
+        return [source.hub for source in self.sources if source.hub is not None]
 
     @cached_property
     def size(self) -> int:
@@ -199,7 +199,7 @@ class Corpus:
     @property
     def most_bytes(self) -> float:
         """Upper bound of the bytes of text. It is infinite if the size is unknown before the text is read."""
-        is_known = not any(self.hub) and not any(files.is_packed(file.path) for file in self.all_files)
+        is_known = not self.hub and not any(files.is_packed(file.path) for file in self.all_files)
         return min(self.text_size if is_known else math.inf, self.arguments.limit.bytes)
 
     def fingerprint(self) -> str:
@@ -216,7 +216,7 @@ class Corpus:
                     raise
                 kind = "unreadable"
             digest.update(f"\xff{kind}{'validation' * file.val}".encode())
-        for hub in filter(None, self.hub):
+        for hub in self.hub:
             digest.update(str(hub.pinned()).encode())
         self.refuse_changes("Run the command")
         return digest.hexdigest()

@@ -195,7 +195,7 @@ def with_vocabulary(config: TrainConfig, accelerator: Accelerator, setup: Setup)
 def _bytes_of_text(config: TrainConfig) -> float:
     """Return the bytes of the text, estimated for compressed files, or many if a Hub dataset does not state them."""
     corpus = Corpus([config.data.data], config.corpus)
-    [dataset] = corpus.hub
+    dataset = corpus.sources[0].hub
     facts = dataset and dataset.pinned().facts
     n_bytes = corpus.text_size if dataset is None else facts and facts.num_bytes
     return min(n_bytes or UNKNOWN_BYTES, config.corpus.limit.bytes)
