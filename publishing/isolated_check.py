@@ -13,9 +13,10 @@ import sys
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-TOKENS = 2048  # maximum number of tokens per forward pass
+TOKENS = 2048  # maximum number of tokens whose logits are in memory
 NEW_TOKENS = 24
 CALLS = ("bind", "connect", "getaddrinfo", "gethostbyaddr", "gethostbyname", "sendmsg", "sendto")
 NETWORK = {f"socket.{name}" for name in CALLS}
@@ -31,9 +32,10 @@ def scores(model, windows: dict[str, torch.Tensor]) -> tuple[list[float], list[i
     rows_per_pass = max(1, TOKENS // context)
     for start in range(0, number, rows_per_pass):
         rows = {name: tensor[start : start + rows_per_pass] for name, tensor in windows.items()}
-        logits = model(rows["inputs"], position_ids=rows.get("positions"), use_cache=False).logits
-        flat = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows["targets"].flatten(), reduction="none")
-        nats += flat.view(rows["targets"].shape).sum(1).tolist()
+        hidden = model.base_model(rows["inputs"], position_ids=rows.get("positions"), use_cache=False)[0].flatten(0, 1)
+        pairs = zip(hidden.split(TOKENS), rows["targets"].flatten().split(TOKENS), strict=True)
+        losses = [cross_entropy(model.lm_head(part), targets, reduction="none") for part, targets in pairs]
+        nats += torch.cat(losses).view(rows["targets"].shape).sum(1).tolist()
         targets += (rows["targets"] != -100).sum(1).tolist()
     return nats, targets
 

@@ -24,7 +24,7 @@ from training.evaluation.scoring import eval_windows
 
 ISOLATED_CHECK = Path(__file__).with_name("isolated_check.py")
 PROBE_TOKENS = 64
-SOME_WINDOWS = 16
+SOME_WINDOWS, LONGEST_TEXT = 16, 2048  # of windows whose logits are compared; those of a long context need gigabytes
 LOGITS_TOLERANCE = 1e-5  # relative to the largest logit: Transformers' GPT-2 computes gelu_new with other kernels
 CACHE_TOLERANCE = 1e-4  # relative, too: cached keys and values change the order of sums
 LOSS_TOLERANCE = 0.01  # nats per token: the run usually computed its loss in bf16
@@ -52,7 +52,7 @@ class Expected:
     @property
     def text(self) -> torch.Tensor:
         """Token ids (B, T) of the validation text if it is available, otherwise of the probe."""
-        return self.windows["inputs"][:SOME_WINDOWS] if self.windows else self.probe
+        return self.windows["inputs"][:SOME_WINDOWS, :LONGEST_TEXT] if self.windows else self.probe
 
 
 @dataclass(frozen=True)
