@@ -431,8 +431,13 @@ def test_a_spike_at_the_default_threshold_is_reported_without_a_rollback(train, 
     [spike] = [event for event in events if event["event"] == "spike"]
     with (run / "events.jsonl").open("a") as file:
         file.writelines(json.dumps(spike | {"step": 12, "z_score": 7.0 + i}) + "\n" for i in range(40))
+        pauses = [{"event": "stopped", "because": "SIGTERM"}, {"event": "resumed", "checkpoint": "step_00000012"}] * 30
+        file.writelines(json.dumps({"time": now(), "step": i, **pause}) + "\n" for i, pause in enumerate(pauses))
     write_report(RunFolder(run))
-    assert (run / "report.md").read_text().count("standard deviations above its mean") == 16
+    report = (run / "report.md").read_text()
+    assert report.count("standard deviations above its mean") == 16
+    assert "- step 27: the last of 28 stops and resumes that only events.jsonl lists\n" in report
+    assert report.count("stopped (SIGTERM)") == report.count("resumed from step_00000012") == 16
     assert (spike["step"], spike["z_score"] > 6) == (11, True)
     assert "resumed" not in [event["event"] for event in events]
     assert [entry["step"] for entry in metrics(run) if "loss" in entry] == [*range(1, 13)]

@@ -196,9 +196,13 @@ def _results(entries: Entries, evaluations: Entries, samples: dict[int, list[str
 
 
 def _noticed(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events that the report lists: of spikes, only the highest."""
+    """Return the events that the report lists: of spikes, only the highest, and of stops and resumes, the last."""
+    earlier = [event for event in events if event["event"] in ("resumed", "stopped")][: -2 * MAX_ROWS]
     highest = sorted((event["z_score"] for event in events if event["event"] == "spike"), reverse=True)[:MAX_ROWS]
-    noticed = [event for event in events if event["event"] in NOTABLE_EVENTS]
+    noticed = [event for event in events if event["event"] in NOTABLE_EVENTS and event not in earlier]
+    if earlier:
+        text = f"the last of {len(earlier):,} stops and resumes that only events.jsonl lists"
+        noticed.insert(0, {"event": "earlier", "step": earlier[-1]["step"], "text": text})
     return [event for event in noticed if event["event"] != "spike" or event["z_score"] >= highest[-1]]
 
 
