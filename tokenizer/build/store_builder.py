@@ -25,8 +25,8 @@ from tokenizer.build.worker import HASHED_CHARACTERS, DocumentSettings, Part, St
 from tokenizer.cleaning import cleaning
 from tokenizer.cleaning.dedup import MinHasher
 from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit
-from tokenizer.corpus.files import TOLERATED_SHARE, is_packed
-from tokenizer.corpus.hub import open_dataset
+from tokenizer.corpus.files import TOLERATED_SHARE
+from tokenizer.corpus.hub import HubDataset, open_dataset
 from tokenizer.corpus.named_data import find, licenses
 from tokenizer.corpus.units import UNIT_BYTES, Corpus, TextError, Unit, stream
 from tokenizer.encoding import encode, vocabulary
@@ -330,7 +330,6 @@ class StoreBuilder:
         return list(dict.fromkeys(names))
 
     def _describe(self, counts: Counts, outcomes: dict[str, cleaning.RuleStats], merger: Merger) -> None:
-        paths = {part.path for unit in self.plan.units for part in unit.ranges if part.kind == "hub"}
         counters = asdict(counts) | {"first": counts.worst()}
         report.describe(
             self.store,
@@ -340,7 +339,7 @@ class StoreBuilder:
             eos_token_id=self.plan.settings.eos,
             sources=self.recipe.inputs,
             hub_datasets=[hub.name for hub in self.corpus.hub],
-            commits={dataset.name: dataset.revision for dataset in map(open_dataset, paths)},
+            commits={dataset.name: dataset.revision for dataset in hub_datasets(self.plan.units)},
             validation_splits=self._validation_splits(),
             licenses=licenses(self.recipe.inputs),
             settings=self.plan.settings_of_user,
@@ -348,6 +347,12 @@ class StoreBuilder:
             cleaning=outcomes,
             repeated_documents=merger.repeated,
         )
+
+
+def hub_datasets(units: list[Unit]) -> list[HubDataset]:
+    """Return the datasets on the Hub, at their commits, whose shards are in `units`."""
+    names = {part.path: None for unit in units for part in unit.ranges if part.kind == "hub"}
+    return list(map(open_dataset, names))
 
 
 class Sample:
@@ -359,7 +364,9 @@ class Sample:
         self.is_all = arguments.tokenizer_type == "character" or corpus.most_bytes <= arguments.sample_bytes
         if self.limit != NO_LIMIT and not self.is_all:  # the beginning: it is not known over how many units it extends
             self.limit, self.is_all = self.limit._replace(bytes=min(self.limit.bytes, arguments.sample_bytes)), True
-        size = int(min(corpus.text_size, len(units) * UNIT_BYTES))  # less than the text if a packed file is one unit
+        facts = filter(None, (dataset.facts for dataset in hub_datasets(units)))
+        size = corpus.text_size + sum(fact.num_bytes or 0 for fact in facts)
+        size = int(min(size, len(units) * UNIT_BYTES))  # less than the text if a packed file or a shard is one unit
         step = max(1, size // arguments.sample_bytes, len(units) // SAMPLED_UNITS)
         self.units = units if self.is_all else units[::step]
         self.bytes_of_unit = math.inf if self.is_all else arguments.sample_bytes // max(1, len(self.units)) + 1
