@@ -538,6 +538,13 @@ def test_table_without_text_column_is_skipped_unless_given_by_name(tmp_path):
     assert read(folder / "*")[1].tables == 1
     assert "its columns are a, b: choose one with --text" in refusal(folder / "numbers.csv", folder / "words.txt")
     assert "1 table without a text column" in refusal(folder, strict=True)
+def test_the_lines_before_a_part_of_a_file_are_not_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module, "UNIT_BYTES", 1000)
+    folder = folder_with(tmp_path, "a.jsonl", b'{"text": "one"}\n' * 100 + b'{"text": null}\n')
+    [why] = read(folder)[1].worst()["unreadable_files"][1]["why"].splitlines()
+    assert why.endswith("has no text in 1 of 38 records, the first in byte 1,600")
+
+
     (folder / "words.txt").write_text("Short.")
     assert "its columns are a, b: choose one with --text_column, or skip the file" in refusal(folder)  # mostly tables
 

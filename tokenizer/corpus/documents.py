@@ -160,7 +160,8 @@ class Reader:
         bad = counts.empty_records - bad_start
         number = bad + counts.documents + counts.blank - good_start
         if part.may_skip and bad > files.TOLERATED_SHARE * number:
-            place = place_words(self._forget_records(part, bad_start), part.path)[1:]
+            path = None if part.start else part.path  # the lines before a later part would be read for each part
+            place = place_words(self._forget_records(part, bad_start), path)[1:]
             problem = f"{part.path} has no text in {bad:,} of {number:,} records, the first in{place}."
             counts.note_unreadable(part.path, part.n_bytes * bad // number, files.UnreadableError(problem))
 
