@@ -4,7 +4,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,6 +86,11 @@ def require_room(folder: object, n_bytes: float, subject: str, remedy: str) -> N
 def counted(number: int, singular: str, plural: str | None = None) -> str:
     """Return a count with its noun: `1 file`, `1,234 files`. `plural`: one that is not formed with s."""
     return f"{number:,} {singular if number == 1 else plural or f'{singular}s'}"
+
+
+def first_of(items: Sequence[Any]) -> str:
+    """Return up to eight items for a sentence, and the number of the others."""
+    return ", ".join(map(str, items[:8])) + (f" and {len(items) - 8:,} more" if len(items) > 8 else "")
 
 
 def check_format(path: object, version: object, newest: int) -> None:

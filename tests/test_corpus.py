@@ -355,6 +355,13 @@ def test_units_group_small_files_and_divide_large_ones(tmp_path, monkeypatch):
         [("e.txt.gz", 0, None)],
         [("f.json", 0, None)],
     ]
+    names = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt", "f.json")]  # as a shell expands a pattern
+    weighted = Corpus(list(map(str, names)), CorpusArguments(), [1, 1, 2, 2])
+    assert ranges(weighted) == [
+        [("a.txt", 0, None), ("b.txt", 0, None)],
+        [("c.txt", 0, None)],
+        [("f.json", 0, None)],
+    ]
 
 
 def test_parquet_files_are_divided_by_row_groups(tmp_path, monkeypatch):
@@ -531,13 +538,6 @@ def test_text_before_the_damage_of_a_file_in_a_folder_is_read(tmp_path):
     assert (counts.empty_records, counts.unreadable_files, [*counts.first]) == (0, 1, ["unreadable_files"])
 
 
-def test_table_without_text_column_is_skipped_unless_given_by_name(tmp_path):
-    folder = folder_with(tmp_path, "numbers.csv", b"a,b\n1,2\n3,4\n")
-    counts = read(folder)[1]
-    assert (counts.documents, counts.tables, counts.unreadable_files) == (1, 1, 0)
-    assert read(folder / "*")[1].tables == 1
-    assert "its columns are a, b: choose one with --text" in refusal(folder / "numbers.csv", folder / "words.txt")
-    assert "1 table without a text column" in refusal(folder, strict=True)
 def test_the_lines_before_a_part_of_a_file_are_not_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module, "UNIT_BYTES", 1000)
     folder = folder_with(tmp_path, "a.jsonl", b'{"text": "one"}\n' * 100 + b'{"text": null}\n')
@@ -545,6 +545,13 @@ def test_the_lines_before_a_part_of_a_file_are_not_counted(tmp_path, monkeypatch
     assert why.endswith("has no text in 1 of 38 records, the first in byte 1,600")
 
 
+def test_table_without_text_column_is_skipped_unless_given_by_name(tmp_path):
+    folder = folder_with(tmp_path, "numbers.csv", b"a,b\n1,2\n3,4\n")
+    counts = read(folder)[1]
+    assert (counts.documents, counts.tables, counts.unreadable_files) == (1, 1, 0)
+    assert read(folder / "*")[1].tables == 1
+    assert "its columns are a, b: choose one with --text" in refusal(folder / "numbers.csv", folder / "words.txt")
+    assert "1 table without a text column" in refusal(folder, strict=True)
     (folder / "words.txt").write_text("Short.")
     assert "its columns are a, b: choose one with --text_column, or skip the file" in refusal(folder)  # mostly tables
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from common.errors import Problems, UserError, counted, disk_errors, require_room
+from common.errors import Problems, UserError, counted, disk_errors, first_of, require_room
 from common.progress import track
 from common.removal import MARK, discard, is_marked, mark, renew
 from common.terminal import show
@@ -151,7 +151,7 @@ class StoreBuilder:
             self.say(f"Copying the text of {name} to the disk ...")
         corpus.write_given(self.work / "text")
         files = f"{counted(len(corpus.all_files), 'file')}, {corpus.size / 1e6:.1f} MB"
-        self.say(f"Reading {', '.join(recipe.inputs)} ({files}) ...")
+        self.say(f"Reading {first_of(recipe.inputs)} ({files}) ...")
         self.workers.start(corpus.text_size // UNIT_BYTES)
         return corpus.units()
 
@@ -161,7 +161,7 @@ class StoreBuilder:
         name = recipe.corpus.chat_template
         if name is not None and not has_chats:
             raise UserError(
-                f"chat_template is {name}, but {', '.join(recipe.inputs)} has no chat whose messages all have a role "
+                f"chat_template is {name}, but {first_of(recipe.inputs)} has no chat whose messages all have a role "
                 "and text; leave out chat_template."
             )
         return DocumentSettings(
@@ -217,7 +217,7 @@ class StoreBuilder:
         limit_of_validation = limit.of_validation(self.recipe.corpus.validation_fraction)
         parts = self.do_units([0], limit_of_validation) if any(unit.val for unit in self.plan.units) else []
         is_serial = encode.is_character(self.rust)  # it lacks the characters beyond the limit: none of them may be read
-        is_of_any_size = bool(self.corpus.hub) or any(is_packed(file.path) for file in self.corpus.all_files)
+        is_of_any_size = self.corpus.is_of_any_size
         batch = 1 if is_of_any_size or limit.bytes == math.inf else math.ceil(limit.bytes / UNIT_BYTES)
         while len(parts) < total:
             units = range(len(parts), min(len(parts) + (1 if is_serial else batch), total))

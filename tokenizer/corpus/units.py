@@ -8,6 +8,7 @@ import codecs
 import hashlib
 import itertools
 import math
+import operator
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from common.errors import Problems, UserError, counted
+from common.errors import Problems, UserError, counted, first_of
 from common.limits import setting
 from tokenizer.corpus import chat, files
 from tokenizer.corpus.byte_range import ByteRange
@@ -196,11 +197,19 @@ class Corpus:
     def text_size(self) -> int:
         return sum(self.text_sizes)
 
+    @cached_property
+    def is_of_any_size(self) -> bool:
+        """Whether the size of the text is unknown before it is read."""
+        return bool(self.hub) or any(files.is_packed(file.path) for file in self.all_files)
+
     @property
     def most_bytes(self) -> float:
-        """Upper bound of the bytes of text. It is infinite if the size is unknown before the text is read."""
-        is_known = not self.hub and not any(files.is_packed(file.path) for file in self.all_files)
-        return min(self.text_size if is_known else math.inf, self.arguments.limit.bytes)
+        """Upper bound of the bytes of text, infinite if it is of any size."""
+        return min(math.inf if self.is_of_any_size else self.text_size, self.arguments.limit.bytes)
+
+    @cached_property
+    def has_unnamed_files(self) -> bool:
+        return any(not file.is_named for file in self.all_files)
 
     def fingerprint(self) -> str:
         """Read all text and return a hash of its content, order and kind, and of how its files are read.
@@ -260,7 +269,7 @@ class Corpus:
     def units(self) -> list[Unit]:
         """Divide the text into units. Text of validation splits comes first: of repeated documents, the first is kept.
         Raise a `UserError` if the text column of files is ambiguous (one line per file), or a Hub dataset is broken."""
-        problems, tables, units, validation, table_bytes = [], [], [], [], 0
+        problems, tables, text, validation, table_bytes = [], [], [], [], 0
         for source in self.sources:
             ranges: list[tuple[int, ByteRange]] = []
             is_one = len(source.files) == 1 and source.copies < 1 and self.arguments.sample_by == "document"
@@ -287,7 +296,12 @@ class Corpus:
             if source.hub is not None:
                 for shards, result in zip(self._shards(source.hub, name), (ranges, validation), strict=False):
                     result += shards
-            units += [Unit(source.copies, group) for group in _grouped(ranges)]
+            text += [(source.copies, entry) for entry in ranges]
+        units = [  # small files of several inputs are grouped, too: a shell expands *.txt to one input per file
+            Unit(copies, group)
+            for copies, entries in itertools.groupby(text, key=operator.itemgetter(0))
+            for group in _grouped(entry for _, entry in entries)
+        ]
         if validation:  # with a limit, which applies to all validation text together, it is one unit
             is_limited = self.arguments.limit != NO_LIMIT
             groups = _grouped((0 if is_limited else size, part) for size, part in validation)
@@ -296,15 +310,15 @@ class Corpus:
             problems = tables
         name, parts = self.arguments.text_column, [part for unit in units for part in unit.ranges]
         if not problems and name is not None and not any(part.column for part in parts):
-            problems = tables or [f"text_column is {name}, but {', '.join(self.inputs)} has no records; leave it out."]
+            problems = tables or [f"text_column is {name}, but {first_of(self.inputs)} has no records; leave it out."]
         Problems(problems[:20]).refuse()
         self.check(self.finder.skipped, is_all=False)
         return units
 
     def check(self, counts: Counts, is_all: bool = True) -> None:
         """Raise a `TextError` if too much text is unclean. If `is_all` is false, more text follows, which counts."""
-        inputs, left_out = ", ".join(self.inputs), self.left_out_words(counts)
-        or_exclude = " or skip it with --exclude" * any(not file.is_named for file in self.all_files)
+        inputs, left_out = first_of(self.inputs), self.left_out_words(counts)
+        or_exclude = " or skip it with --exclude" * self.has_unnamed_files
         unclean = [name for name in LEFT_OUT if name in counts.first]  # no place is recorded for blank documents
         if self.arguments.strict and (unclean or self.finder.links):
             raise TextError(f"{inputs} is not clean ({left_out}), which --strict refuses{_worst(counts, *unclean)}.")

@@ -22,6 +22,7 @@ import psutil
 from torch import distributed
 
 from common.command_line import LONGEST_ERROR
+from common.errors import first_of
 from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.saver import wait_for_writing
 from training.checkpoints.status import read_status, write_status
@@ -86,7 +87,7 @@ def find_fault(judge: int, pulses: list[Pulse], trouble: float, ddp_timeout: flo
     # Processes advance together, so the judge's phase is theirs too. Their last pulse is up to a second old.
     place = next((pulse.phase for pulse in pulses if pulse.rank == judge), "start")
     if dead := [pulse for pulse in candidates if pulse.state == psutil.STATUS_DEAD]:
-        return f"{_listed(dead)} {'has' if len(dead) == 1 else 'have'} died at {place}"
+        return f"{first_of(dead)} {'has' if len(dead) == 1 else 'have'} died at {place}"
     for pulse in candidates:
         if pulse.silence >= patience:
             note = " (its process is stopped)" if pulse.state == psutil.STATUS_STOPPED else ""
@@ -94,13 +95,13 @@ def find_fault(judge: int, pulses: list[Pulse], trouble: float, ddp_timeout: flo
     if not errors or trouble < FAREWELL:
         return None
     if mute := [pulse for pulse in candidates if pulse.silence >= MUTE]:
-        return f"{_listed(mute)} no longer answers, last seen at {place}"
+        return f"{first_of(mute)} no longer answers, last seen at {place}"
     if judge != 0:
         return None
     laggards = [pulse for pulse in active_pulses if not pulse.error and not pulse.failure]
     if laggards and any(TIMEOUT.search(pulse.error) for pulse in errors):
-        phases = _listed([f"rank {pulse.rank} is at {pulse.phase}" for pulse in laggards + errors])
-        return f"{_listed(laggards)} kept the others waiting for {ddp_timeout:g} s (ddp_timeout): {phases}"
+        phases = first_of([f"rank {pulse.rank} is at {pulse.phase}" for pulse in laggards + errors])
+        return f"{first_of(laggards)} kept the others waiting for {ddp_timeout:g} s (ddp_timeout): {phases}"
     return f"the processes lost their connection at {errors[0].phase}: {errors[0].error.rstrip('.')}"
 
 
@@ -264,7 +265,3 @@ def is_of_the_group(error: BaseException) -> bool:
     words = ("gloo", "NCCL", "Connection closed by peer", "ProcessGroup", "process group")
     is_named = isinstance(error, RuntimeError) and any(word in str(error) for word in words)
     return is_named or isinstance(error, distributed.DistError)
-
-
-def _listed(items: list[Any]) -> str:
-    return ", ".join(map(str, items[:8])) + (f" and {len(items) - 8} more" if len(items) > 8 else "")
