@@ -20,6 +20,7 @@ from tokenizer import inspect, pretokenize
 from tokenizer.build import export
 from tokenizer.build.recipe import Recipe
 from tokenizer.store.store import TokenStore
+from training import compare_runs
 from training.checkpoints.metrics import read_metrics
 from training.checkpoints.run_folder import RunFolder
 from training.data import run_data as data
@@ -44,10 +45,24 @@ def test_older_run_generates_and_resumes_to_its_original_loss(old, version, loss
     run = old / f"run_v{version}"
     generate.main([str(run), "--prompt", "The ", "--max_new_tokens", "4", "--temperature", "0"])
     assert len(capsys.readouterr().out.strip("\n")) == len("The ") + 4
+    (run / "report.md").touch()
     train("--resume_from_checkpoint", run, "--data", old / f"store_v{version}")
-    assert "damaged" not in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "damaged" not in output
+    assert "report.md is of an older version, or was edited: that page is now" in output
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
     assert read_metrics(run / "metrics.jsonl")[-1]["eval_loss"] == pytest.approx(loss, abs=1e-5)
+
+
+def test_older_runs_are_compared(old, run, capsys):
+    first, content = old / "run_v1", (old / "run_v1" / "config.yaml").read_text()
+    for steps, state in ((7, "running at step 6 of 7"), (6, "finished")):
+        (first / "config.yaml").write_text(content.replace("max_steps: 6", f"max_steps: {steps}"))
+        compare_runs.main([str(first), str(run), "--output", str(old / "comparison.png")])
+        output = capsys.readouterr().out
+        assert f"| {state} |" in output
+        assert "output_dir" not in output
+        assert "different tokenizers, or an older version did not record which: compare bits per byte" in output
 
 
 def test_same_command_resumes_a_run_that_lacks_a_new_setting(old):

@@ -88,9 +88,9 @@ def test_a_planted_link_is_neither_followed_nor_kept(finished_copy, train, tmp_p
     assert_user_error(r"events\.jsonl is a link, through which the run would write elsewhere", train, run, max_steps=7)
     assert thesis.read_bytes() == original
     (run / "events.jsonl").unlink()
-    (run / "config.yaml").write_text((run / "config.yaml").read_text() + f"output_dir: {tmp_path}\n")
+    (run / "config.yaml").write_text((run / "config.yaml").read_text() + "overwrite_output_dir: true\n")
     resumes = ["--resume_from_checkpoint", str(run), "--max_steps", "7"]
-    assert_user_error(r"config\.yaml sets output_dir, which only a command may", train_accelerate.main, resumes)
+    assert_user_error(r"config\.yaml sets overwrite_output_dir, which only a comm", train_accelerate.main, resumes)
 
 
 def test_files_of_the_user_are_not_replaced_by_files_of_the_same_name(finished_copy, tmp_path, monkeypatch):

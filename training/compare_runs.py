@@ -27,7 +27,7 @@ from training.report.plots import plot_runs
 from training.report.report import TerminalPage, environment
 
 # Settings without effect on the model.
-IGNORED_SETTINGS = {"hourly_price", "notes", "backup_dir", "report_to", "project", "sample_prompts"}
+IGNORED_SETTINGS = {"output_dir", "hourly_price", "notes", "backup_dir", "report_to", "project", "sample_prompts"}
 
 
 @dataclass
@@ -83,7 +83,8 @@ def _make_comparable(summaries: list[dict[str, Any]]) -> dict[str, bool]:
         is_other_sample = len({*map(sample_tokens, newest)} - {None}) > 1
         for entry in newest:
             entry.update(comparable_scores(entry))
-    return {"is_other_text": is_other_text, "is_other_sample": is_other_sample, "has_samples": has_samples}
+    answers = {"is_other_text": is_other_text, "is_unknown_text": "None" in texts}
+    return answers | {"is_other_sample": is_other_sample, "has_samples": has_samples}
 
 
 def _different_settings(settings_of_runs: list[dict[str, Any]]) -> list[str]:

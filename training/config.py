@@ -243,6 +243,8 @@ def _given(flags: dict[str, Any], file: dict[str, Any]) -> TrainConfig:
     if "config" in flags and (source := (file | flags).get("resume_from_checkpoint")) is not None:
         run = run_of(Path(source))
         raise UserError(f"{run} has its own {CONFIG_FILE}; leave out --config and override settings with flags.")
+    if "resume_from_checkpoint" in flags:  # the first versions wrote output_dir, which the run may have left
+        file = {name: value for name, value in file.items() if name != "output_dir"}
     if "resume_from_checkpoint" in flags and (names := sorted(COMMAND_SETTINGS & file.keys())):
         path = run_of(Path(flags["resume_from_checkpoint"])) / CONFIG_FILE
         raise UserError(f"{path} sets {', '.join(names)}, which only a command may; remove it there.")

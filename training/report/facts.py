@@ -157,7 +157,8 @@ def summarize_run(folder: RunFolder) -> dict[str, Any]:
     entries, events = metrics.read_metrics(folder.metrics), metrics.read_events(folder.events)
     settings, data = read_yaml(folder.config), read_facts(folder).get("data", {})
     status = read_status(folder.status)
-    state = status.get("state", "running")
+    is_ended = bool(entries) and entries[-1]["step"] == settings.get("max_steps")  # the first versions wrote no status
+    state = status.get("state", "finished" if is_ended else "running")
     validations = [entry for entry in entries if "eval_loss" in entry]
     newest = ([{}] + validations)[-1]
     if state == "finished" and settings.get("load_best_model_at_end"):  # whose model is an earlier one

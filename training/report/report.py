@@ -80,7 +80,8 @@ def write_report(folder: RunFolder) -> None:
         return
     if folder.report.is_file() and facts.get("report_sha256") != (digest := file_sha256(folder.report)):
         page = folder.report.rename(folder.path / f"report.edited-{digest[:8]}.md")
-        say(f"{folder.report} was edited: that page is now {page}, because the run writes a new one.")
+        reason = "was edited" if "report_sha256" in facts else "is of an older version, or was edited"
+        say(f"{folder.report} {reason}: that page is now {page}, because the run writes a new one.")
     entries = read_metrics(folder.metrics)
     until = seconds_until(entries, first_step(read_events(folder.events)))
     drawn = {"loss": plot_loss(entries, until, folder.plots["loss"])}
