@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.command_line import FlagParser, run
-from common.errors import Problems, UserError
+from common.errors import Problems, UserError, first_of
 from common.limits import setting
 from common.terminal import printable
 from tokenizer.build import report
@@ -45,7 +45,7 @@ def show(store: TokenStore) -> None:
     kind = report.tokenizer_kind(metadata)
     print(f"{store.folder}: {kind} with {metadata.vocab_size:,} tokens, ids stored as {metadata.dtype}\n")
     print(report.render("splits.md.j2", {"metadata": metadata}))
-    print(printable(f"source: {', '.join(metadata.sources)}\ncommand: {metadata.command}", sys.stdout))
+    print(printable(f"source: {first_of(metadata.sources)}\ncommand: {metadata.command}", sys.stdout))
     print(report.documents(metadata))
     if left_out := report.left_out(metadata):
         print(f"left out or changed: {'; '.join(left_out)}; examples in {store.folder / 'report.md'}")

@@ -10,7 +10,7 @@ import jinja2
 from tokenizers import Tokenizer
 
 from common.atomic import write_atomic
-from common.errors import counted
+from common.errors import counted, first_of
 from tokenizer.corpus.units import LEFT_OUT
 from tokenizer.encoding import encode
 from tokenizer.store.store import Metadata, TokenStore, dtype_of, finish
@@ -62,7 +62,7 @@ def render(template: str, data: dict[str, Any]) -> str:
     loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
     layout = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, **layout)
-    environment.filters |= {"as": format, "counted": counted}
+    environment.filters |= {"as": format, "counted": counted, "first_of": first_of}
     environment.filters |= {"tokenizer_kind": tokenizer_kind, "documents": documents, "left_out": left_out}
     return environment.get_template(template).render(data)
 

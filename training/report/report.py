@@ -22,7 +22,7 @@ from rich.markdown import Markdown, TableElement
 
 from common.atomic import file_sha256, write_atomic
 from common.command_line import reports_for_all
-from common.errors import NONSENSE, UserError, check_format, counted, disk_errors
+from common.errors import NONSENSE, UserError, check_format, counted, disk_errors, first_of
 from common.removal import is_marked, mark, refuse_replacing
 from common.terminal import CONTROL, printable
 from tokenizer.store.store import RESUMES, TokenStore
@@ -50,7 +50,7 @@ def environment(*folders: Path) -> Environment:
     """Return the Jinja environment for the templates of `folders` and of this package."""
     loader = FileSystemLoader([*folders, TEMPLATES])
     jinja = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    jinja.filters |= {"as": format, "counted": counted, "cell": cell, "clock": clock}
+    jinja.filters |= {"as": format, "counted": counted, "first_of": first_of, "cell": cell, "clock": clock}
     jinja.filters["fenced"] = lambda text: fenced(text.translate(CONTROL))  # which an untrained model writes
     jinja.filters |= {"perplexity": perplexity, "quoted": partial(json.dumps, ensure_ascii=False)}  # a Python string
     jinja.filters |= {
