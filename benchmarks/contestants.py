@@ -1,4 +1,6 @@
-"""Run one contestant of `benchmarks.train_step`, or one rung of `benchmarks.ladder`, in a separate process.
+"""Contestants of `benchmarks.train_step` and rungs of `benchmarks.ladder`: loops that train the same model.
+
+All take turns, each in a fresh process, in several rounds:
 
 python -m benchmarks.contestants FOLDER '{"contestant": "raw", ...}'
 
@@ -16,6 +18,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -24,8 +28,10 @@ import torch._dynamo.utils
 import transformers
 from torch.utils.benchmark import Timer, timer  # `timer` waits for the device
 
-from benchmarks.results import REPOSITORY, as_flags, run_python
-from benchmarks.workload import Workload
+from benchmarks.results import REPOSITORY, as_flags, run_python, spread
+from benchmarks.workload import Workload, make_store
+from common.limits import setting
+from training.checkpoints.metrics import read_metrics
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOGGING_STEPS = 10
@@ -37,9 +43,16 @@ LAUNCH += ("--mixed_precision", "no", "--dynamo_backend", "no", "train_accelerat
 class Measurement:
     """Length of a measurement: `warmup` untimed steps, then `windows` timed windows of `steps` steps each."""
 
-    warmup: int
-    windows: int
-    steps: int
+    warmup: int = setting(5, "Steps before the first timed window.")
+    windows: int = setting(3, "Timed windows per process.", minimum=1)
+    steps: int = setting(5, "Steps per window.", minimum=1)
+
+
+@dataclass
+class ContestArguments:
+    preset: str = setting("shakespeare_char", "Preset in presets/ that gives the model's shape.")
+    sequences: int = setting(16, "Sequences per step, in one micro-batch.", minimum=1)
+    rounds: int = setting(3, "Processes per contestant.", minimum=1)
 
 
 @dataclass(frozen=True)
@@ -152,8 +165,8 @@ def ours(folder: Path, workload: Workload, measurement: Measurement, **flags: st
                 first = time.time() - start
     if process.returncode:
         sys.exit("".join(lines))
-    entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    logged = [entry for entry in entries if "tokens_per_second" in entry and entry["step"] > measurement.warmup]
+    speeds = [entry for entry in read_metrics(run / "metrics.jsonl") if "tokens_per_second" in entry]
+    logged = [entry for entry in speeds if entry["step"] > measurement.warmup]
     seconds = [workload.tokens / entry["tokens_per_second"] for entry in logged]
     a_window = len(seconds) // measurement.windows
     windows = np.array(seconds).reshape(measurement.windows, a_window).mean(axis=1)
@@ -368,6 +381,34 @@ def compete(
     if result.returncode:
         sys.exit(f"{contestant} {options} failed:\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
     return json.loads(result.stdout.splitlines()[-1])
+
+
+def contest(
+    workload: Workload, measurement: Measurement, rounds: int, entered: dict[str, dict[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the results of each round by the names of `entered`, which has the arguments of `compete`."""
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in entered}
+    with TemporaryDirectory() as folder:
+        make_store(Path(folder) / "store", workload.vocab_size)
+        for _ in range(rounds):
+            for name, given in entered.items():
+                results[name].append(compete(Path(folder), workload, measurement, **given))
+                if seconds := results[name][-1].get("seconds_a_step"):
+                    print(f"{name}: {workload.tokens / median(seconds):,.0f} tokens/s", flush=True)
+    return results
+
+
+def summary(rounds: list[dict[str, Any]], workload: Workload) -> dict[str, Any]:
+    """Return the speed in all windows of a contestant, and its peak memory."""
+    speeds = [workload.tokens / seconds for found in rounds for seconds in found["seconds_a_step"]]
+    peak = max(found["peak_memory_bytes"] for found in rounds)
+    return {"tokens_per_second": spread(speeds), "peak_memory_gb": round(peak / 1e9, 3)}
+
+
+def times_as_fast(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the speed of one contestant divided by that of another, computed within each round."""
+    a, b = ([median(found["seconds_a_step"]) for found in rounds] for rounds in (ours, theirs))
+    return spread(np.divide(b, a), 3)
 
 
 def main() -> None:
