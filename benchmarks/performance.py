@@ -60,6 +60,11 @@ def with_results(page: str, results: str) -> str:
     return f"{before}{BEGIN}\n{results}\n{END}{rest.split(END)[1]}"
 
 
+def write_page(page: str, text: str) -> None:
+    (DOCS / page).write_text(text, encoding="utf-8")
+    print(f"docs/{page} is written.")
+
+
 def measured_on(result: dict[str, Any], path: Path) -> str:
     machine = f"{result['device']}, torch {result['torch']}"
     return f"`{result['command']}` on {machine}, {result['date']} (`benchmarks/results/{path.name}`)."
@@ -103,10 +108,9 @@ def page() -> str:
 
 def main(arguments: list[str]) -> None:
     FlagParser((), __doc__.splitlines()[0]).parse(arguments)
-    (DOCS / "performance.md").write_text(page(), encoding="utf-8")
+    write_page("performance.md", page())
     for path, result in results("ladder"):
         draw_ladder(result, DOCS / f"{path.stem}.png")
-    print("docs/performance.md is written.")
 
 
 if __name__ == "__main__":

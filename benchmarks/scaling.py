@@ -8,11 +8,7 @@ are kept: the same command resumes an interrupted plan.
 """
 
 import math
-import os
 import statistics
-import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +19,14 @@ import yaml
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from benchmarks.performance import DOCS, measured_on, table, with_results
-from benchmarks.results import RESULTS, about, as_flags, key, read_runs, require_same_conditions, run_python, write_runs
+from benchmarks.performance import DOCS, measured_on, table, with_results, write_page
+from benchmarks.results import RESULTS, about, as_flags, key, read_runs, require_same_conditions, run_python
+from benchmarks.runs import measure_missing, train
 from common import command_line
 from common.errors import UserError
 from common.limits import setting
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.budget import scaling
-from training.checkpoints.metrics import read_metrics
 from training.config import read_config
 from training.log.speed import flops_per_token
 from training.report.plots import BLUE, ORANGE, STYLE
@@ -44,7 +40,9 @@ LADDER = {
 # Budgets at which the choice is compared with its neighbors, with the seeds of these runs; the first is the default.
 CHECKED = {1.5e13: (1337, 1, 2), 6e13: (1337, 1)}
 RATES = ("learning_rate", "embedding_learning_rate", "head_learning_rate")
-VOCABULARY = {"vocab_size": 2048}  # of all runs, so that losses per token can be compared
+VOCAB_SIZE = 2048  # of all runs, so that losses per token can be compared
+# The rules were measured without second targets and induction circuit.
+SPARING = {"save_strategy": "no", "sample_tokens": 0, "second_target_weight": 0, "induction_init": False}
 PATH = RESULTS / "scaling-python-standard-library-cpu.jsonl"
 Run = dict[str, Any]
 
@@ -55,14 +53,10 @@ class ScalingArguments:
     workers: int = setting(2, "Runs at once, on one thread each.", minimum=1)
 
 
-def model_of(run: Run, vocab_size: int) -> GPT2ScratchConfig:
-    width = 64 * run["depth"]
-    shape = {"n_layer": run["depth"], "n_head": run["depth"], "n_embd": width, "vocab_size": vocab_size}
-    return GPT2ScratchConfig(**shape, n_positions=scaling.best_context(width))
-
-
-def tokens_of(run: Run, vocab_size: int) -> int:
-    return int(run["flops"] / flops_per_token(model_of(run, vocab_size)))
+def model_of(run: Run) -> GPT2ScratchConfig:
+    depth, width = run["depth"], 64 * run["depth"]
+    shape = {"n_layer": depth, "n_head": depth, "n_embd": width, "n_positions": scaling.best_context(width)}
+    return GPT2ScratchConfig(**shape, vocab_size=VOCAB_SIZE)
 
 
 def ladder(family: str) -> list[Run]:
@@ -87,49 +81,30 @@ def neighbors(choice: Run) -> dict[str, list[Run]]:
     return {name: [run, *(run | {"seed": seed} for seed in others)] for name, run in runs.items()}
 
 
-def chosen(family: str, flops: float) -> Run:
+def chosen(flops: float) -> Run:
     """Return the run that --budget chooses, with its settings, from the plan."""
-    flags = {"budget": f"{flops:g}flops", "family": family, "plan": True, "plan_steps": 0} | VOCABULARY
+    flags = {"budget": f"{flops:g}flops", "plan": True, "plan_steps": 0, "vocab_size": VOCAB_SIZE}
     output = run_python("train_accelerate.py", *as_flags(flags), capture_output=True).stdout
     settings = yaml.safe_load(output.split("--config:\n")[1])
-    return {"family": family, "depth": settings["n_layer"], "flops": flops, "settings": settings}
+    return {"family": "modern", "depth": settings["n_layer"], "flops": flops, "settings": settings}
 
 
-def measure(run: Run, vocab_size: int) -> Run:
-    """Train one run in a process with one thread. Return its loss, settings and times."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "run"
-        settings = {name: value for name, value in run.items() if name != "flops"} | VOCABULARY
-        settings |= {"max_train_tokens": tokens_of(run, vocab_size), "output_dir": folder}
-        # The rules were measured without second targets and induction circuit.
-        settings |= {"save_strategy": "no", "sample_tokens": 0, "second_target_weight": 0, "induction_init": False}
-        flags = as_flags(settings)
-        start = time.perf_counter()
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = run_python("train_accelerate.py", *flags, env=environment, check=False, capture_output=True)
-        if done.returncode != 0:
-            raise UserError(f"train_accelerate.py {' '.join(flags)} failed: {done.stderr[-1500:]}")
-        entries = read_metrics(folder / "metrics.jsonl")
-        config = read_config(["--resume_from_checkpoint", str(folder)]).flat()
-    last = [entry for entry in entries if "eval_loss" in entry][-1]
+def measure(run: Run, folder: Path) -> Run:
+    """Train one run. Return its loss, settings and times."""
+    model, settings = model_of(run), {name: value for name, value in run.items() if name != "flops"}
+    length = {"max_train_tokens": int(run["flops"] / flops_per_token(model)), "vocab_size": VOCAB_SIZE}
+    trained = train(folder, settings | length | SPARING)
+    config, last = read_config(["--resume_from_checkpoint", str(folder)]).flat(), trained.validations[-1]
     chosen = ("n_positions", "tokens_per_step", "max_steps", "weight_decay", *RATES)
     return {
         "run": run,
-        "parameters": size_of(model_of(run, vocab_size)).products,
+        "parameters": size_of(model).products,
         "tokens": config["max_steps"] * config["tokens_per_step"],
         "settings": {name: config[name] for name in chosen},
         "eval_loss": round(last["eval_loss"], 5),
         "eval_bits_per_byte": round(last["eval_bits_per_byte"], 5),
-        "seconds": round(time.perf_counter() - start, 1),
+        "seconds": round(trained.seconds, 1),
     }
-
-
-def plan() -> list[Run]:
-    """Return all runs."""
-    runs = [run for family in LADDER for run in ladder(family)]
-    for flops in CHECKED:
-        runs += [run for of_seeds in neighbors(chosen("modern", flops)).values() for run in of_seeds]
-    return runs
 
 
 def optimum(rows: list[Run]) -> tuple[float, float, float]:
@@ -156,34 +131,21 @@ def law(family: str, found: dict[str, Run]) -> dict[str, Any]:
 
 def main(arguments: list[str]) -> None:
     (options,) = command_line.FlagParser((ScalingArguments,), __doc__.splitlines()[0]).parse(arguments)
-    began = time.monotonic()
     head, found = read_runs(PATH, "run")
-    head = head or about("scaling", arguments) | {"data": "python-standard-library", "vocab_size": 2048}
-
-    def work(run: Run) -> None:
-        if time.monotonic() - began > 3600 * options.hours:
-            return
-        row = measure(run, head["vocab_size"])
-        found[key(run)] = row
-        write_runs(PATH, head, found)
-        print(f"{key(run)}: {row['eval_bits_per_byte']:.4f} bits per byte, {row['seconds']:.0f} s", flush=True)
-
+    head = head or about("scaling", arguments) | {"data": "python-standard-library", "vocab_size": VOCAB_SIZE}
+    runs = [run for family in LADDER for run in ladder(family)]
     if options.hours:
         require_same_conditions(PATH, head)
-        missing = {key(run): run for run in plan() if key(run) not in found}
-        with ThreadPoolExecutor(options.workers) as pool:
-            list(pool.map(work, missing.values()))  # raises the error of a failed run
-        if missing.keys() - found.keys():
-            raise UserError("The plan is not finished; run the same command again to resume it.")
-    elif any(key(run) not in found for family in LADDER for run in ladder(family)):
-        raise UserError("The plan is not finished; run it without --hours 0.")
-    (DOCS / "budget.md").write_text(page(), encoding="utf-8")
+        runs += [run for flops in CHECKED for of_seeds in neighbors(chosen(flops)).values() for run in of_seeds]
+        measure_missing(PATH, head, found, runs, measure, options.workers, options.hours)
+    if any(key(run) not in found for run in runs):
+        raise UserError("The plan is not finished; run python -m benchmarks.scaling to resume it.")
     draw(found)
-    print("docs/budget.md is written.")
+    write_page("budget.md", page())
 
 
-def section() -> str:
-    """Return the tables of the result file."""
+def page() -> str:
+    """Return docs/budget.md with the tables of the result file between its markers."""
     head, found = read_runs(PATH, "run")
     depths = sorted({run["depth"] for family in LADDER for run in ladder(family)})
     sizes = {row["run"]["depth"]: row["parameters"] for row in found.values()}
@@ -218,7 +180,8 @@ def section() -> str:
             rows.append([*row, f"{means[-1]:.3f}", f"{means[-1] / means[0] - 1:+.1%}"])
         title = f"{flops:g} FLOPs (choice: Muon's rate {choice['settings']['learning_rate']:g})"
         parts.append(table([title, "tokens per step", "losses by seed", "mean", "compared"], rows))
-    return "\n\n".join([f"![Bits per byte by size and by FLOPs]({PATH.stem}.png)", *parts, measured_on(head, PATH)])
+    plot = f"![Bits per byte by size and by FLOPs]({PATH.stem}.png)"
+    return with_results("budget.md", "\n\n".join([plot, *parts, measured_on(head, PATH)]))
 
 
 def choice_of(flops: float, found: dict[str, Run]) -> Run:
@@ -251,11 +214,6 @@ def draw(found: dict[str, Run]) -> None:
         by_flops.set(xscale="log", xlabel="FLOPs")
         by_flops.legend()
         figure.savefig(DOCS / f"{PATH.stem}.png")
-
-
-def page() -> str:
-    """Return docs/budget.md with the tables of the result file between its markers."""
-    return with_results("budget.md", section())
 
 
 if __name__ == "__main__":

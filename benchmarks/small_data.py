@@ -11,34 +11,21 @@ benchmarks/results/small-data-*mb.jsonl.
 """
 
 import json
-import os
-import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from benchmarks import results
-from benchmarks.performance import DOCS, measured_on, table, with_results
-from benchmarks.results import (
-    PACKAGES,
-    RESULTS,
-    about,
-    as_flags,
-    key,
-    read_runs,
-    require_same_conditions,
-    run_python,
-    write_runs,
-)
+from benchmarks.performance import measured_on, table, with_results, write_page
+from benchmarks.results import PACKAGES, RESULTS, about, commit, read_runs, require_same_conditions, run_python
+from benchmarks.runs import measure_missing, token_store, train
 from common import command_line
 from common.errors import UserError
 from common.limits import setting
-from training.checkpoints.metrics import read_metrics
+from tokenizer.store.store import read_metadata
 from training.config import read_config
-from training.data.run_data import is_store, name_of
+from training.data.run_data import name_of
 
 FILES = "small-data-*mb.jsonl"
 FLOPS = {1.0: 2e13, 5.0: 1.6e14, 20.0: 6e14}  # about four, six and four epochs of the text
@@ -61,20 +48,8 @@ class SmallDataArguments:
     workers: int = setting(2, "Runs at once, on one thread each; 0 only writes the page.")
 
 
-def token_store(options: SmallDataArguments, tokenizer: str | None = None) -> Path:
-    """Return the store of the first megabytes of the text, of which a tenth, in whole documents, is held out, with a
-    tokenizer of its own or a given one."""
-    name = f"{name_of(options.data)}-{options.megabytes:g}mb"
-    store = results.REPOSITORY / f"data/{name}{f'-of-{Path(tokenizer).resolve().name}' if tokenizer else ''}"
-    if not is_store(str(store)):
-        settings = {"input": options.data, "output": store, "max_bytes": f"{options.megabytes:g}MB"}
-        settings |= {"validation_fraction": 0.1} | ({"tokenizer": tokenizer} if tokenizer else {"vocab_size": 2048})
-        run_python("-m", "tokenizer.pretokenize", *as_flags(settings))
-    return store
-
-
 def tokens_of(store: Path) -> int:
-    return json.loads((store / "metadata.json").read_text(encoding="utf-8"))["train"]["tokens"]
+    return read_metadata(store).train.tokens
 
 
 def bits_per_byte(*arguments: Any) -> float:
@@ -83,29 +58,20 @@ def bits_per_byte(*arguments: Any) -> float:
     return round(json.loads(scores)["eval_bits_per_byte"], 5)
 
 
-def measure(run: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """Train one run in a process with one thread. Return what the run chose, the bits per byte of its validations and
-    of its saved model, and the seconds of the training."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder, start = Path(scratch) / "run", time.perf_counter()
-        flags = as_flags(settings | {"output_dir": folder, "seed": run["seed"]} | SPARING)
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        options = {"env": environment, "check": False, "capture_output": True}
-        done = run_python("train_accelerate.py", *flags, **options)
-        seconds = time.perf_counter() - start
-        if done.returncode != 0:
-            raise UserError(f"train_accelerate.py {' '.join(flags)} failed: {done.stderr[-1500:]}")
-        validations = [entry for entry in read_metrics(folder / "metrics.jsonl") if "eval_loss" in entry]
-        config = read_config(["--resume_from_checkpoint", str(folder)]).flat()
-        score = bits_per_byte(folder)
+def measure(arms: dict[str, dict[str, Any]], run: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train one run. Return what it chose, the bits per byte of its validations and of its saved model, and the seconds
+    of the training."""
+    settings = arms[run["arm"]]
+    trained = train(folder, settings | {"seed": run["seed"]} | SPARING)
+    validations, config = trained.validations, read_config(["--resume_from_checkpoint", str(folder)]).flat()
     names = ("n_layer", "max_steps", "tokens_per_step", "weight_average", "second_target_weight", "induction_init")
     return {
         "run": run,
         "settings": {name: config.get(name) for name in names},
         "epochs": round(validations[-1]["step"] * config["tokens_per_step"] / tokens_of(settings["data"]), 2),
         "curve": [round(entry["eval_bits_per_byte"], 4) for entry in validations],
-        "bits_per_byte": score,
-        "seconds": round(seconds),
+        "bits_per_byte": bits_per_byte(folder),
+        "seconds": round(trained.seconds),
         **{name: about("", [])[name] for name in ("device", "date")},
     }
 
@@ -113,56 +79,47 @@ def measure(run: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
 def main(arguments: list[str]) -> None:
     (options,) = command_line.FlagParser((SmallDataArguments,), __doc__.splitlines()[0]).parse(arguments)
     if options.workers:
-        train(options, arguments)
-    (DOCS / "small_data.md").write_text(page(), encoding="utf-8")
-    print("docs/small_data.md is written.")
+        train_missing(options, arguments)
+    write_page("small_data.md", page())
 
 
-def train(options: SmallDataArguments, arguments: list[str]) -> None:
-    """Train the runs that are not in the result file. Runs of one seed come before those of the next."""
+def train_missing(options: SmallDataArguments, arguments: list[str]) -> None:
+    """Train the runs that are not in the result file. Runs of one seed come before those of the next. A tenth of the
+    text, in whole documents, is held out."""
     flops = options.flops or FLOPS.get(options.megabytes)
     if flops is None:
         raise UserError(f"--megabytes {options.megabytes:g} has no FLOPs of its own; name them with --flops.")
-    store = token_store(options)
+    name = f"{name_of(options.data)}-{options.megabytes:g}mb"
+    text = {"text": options.data, "max_bytes": f"{options.megabytes:g}MB", "validation_fraction": 0.1}
+    store = token_store(name, **text, vocab_size=2048)
     path, budget = RESULTS / f"small-data-{store.name}.jsonl", {"data": store, "budget": f"{flops:g}flops"}
     arms = {name: budget | settings for name, settings in ARMS.items()}
     head, runs = read_runs(path, "run")
-    facts = {"data": store.name, "train_tokens": tokens_of(store), "commit": results.commit()}
+    facts = {"data": store.name, "train_tokens": tokens_of(store), "commit": commit()}
     head = head or about("small_data", arguments) | facts
     # On any machine, because the FLOPs decide the steps. A text of the same name may have changed.
     require_same_conditions(path, head, PACKAGES, train_tokens=tokens_of(store))
     if model := options.init_from:
-        same_text = token_store(options, model)
+        same_text = token_store(f"{name}-of-{Path(model).resolve().name}", **text, tokenizer=model)
         arms[f"`--init_from {model}`"] = {"data": same_text, "init_from": model}
         head["pretrained"] = {"model": model, "bits_per_byte": bits_per_byte(model, "--data", same_text)}
     costs = {arm: {"flops": flops} if "budget" in settings else {} for arm, settings in arms.items()}
     plan = [{"arm": arm, "seed": seed} | cost for seed in options.seeds for arm, cost in costs.items()]
-
-    def work(run: dict[str, Any]) -> None:
-        row = measure(run, arms[run["arm"]])
-        runs[key(run)] = row
-        write_runs(path, head, runs)
-        print(f"{key(run)}: {row['bits_per_byte']:.4f} bits per byte, {row['seconds']} s", flush=True)
-
-    with ThreadPoolExecutor(options.workers) as pool:
-        list(pool.map(work, [run for run in plan if key(run) not in runs]))  # raises the error of a failed run
+    measure_missing(path, head, runs, plan, partial(measure, arms), options.workers)
 
 
 def page() -> str:
     """Return docs/small_data.md with the runs of the result files between its markers."""
     paths = sorted(RESULTS.glob(FILES))
     columns = ["text", "run", "layers", "epochs", "bits per byte"]
-    runs = table(columns, [row for path in paths for row in rows_of(path)])
-    files = [read_runs(path, "run") for path in paths]
-    heads = [head for head, _ in files]
-    origins = [*heads, *(run for _, runs in files for run in runs.values() if "device" in run)]
-    about_all = {"command": "python -m benchmarks.small_data --data TEXT"}
-    about_all["device"] = " or ".join(sorted({origin["device"] for origin in origins}))
-    about_all["torch"] = " or ".join(sorted({head["torch"] for head in heads}))
-    dates = sorted(origin["date"] for origin in origins)
-    about_all["date"] = " to ".join(dict.fromkeys([dates[0], dates[-1]]))
-    measured = measured_on(heads[-1] | about_all, RESULTS / FILES)
-    return with_results("small_data.md", f"{runs}\n\n{measured}")
+    rows = table(columns, [row for path in paths for row in rows_of(path)])
+    lines = [line for path in paths for head, runs in [read_runs(path, "run")] for line in (head, *runs.values())]
+    devices, versions, dates = (
+        sorted({line[name] for line in lines if name in line}) for name in ("device", "torch", "date")
+    )
+    origin = {"command": "python -m benchmarks.small_data --data TEXT", "device": " or ".join(devices)}
+    origin |= {"torch": " or ".join(versions), "date": " to ".join(dict.fromkeys([dates[0], dates[-1]]))}
+    return with_results("small_data.md", f"{rows}\n\n{measured_on(origin, RESULTS / FILES)}")
 
 
 def rows_of(path: Path) -> list[list[str]]:

@@ -11,17 +11,11 @@ interrupted plan. Their results are in benchmarks/results/tokens-to-loss-*.jsonl
 """
 
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Generator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,12 +23,14 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from benchmarks import results
-from benchmarks.performance import DOCS, measured_on, table, with_results
-from benchmarks.results import as_flags, device_kind, key, read_runs, require_same_conditions, run_python, write_runs
+from benchmarks.performance import DOCS, measured_on, table, with_results, write_page
+from benchmarks.results import device_kind, key, read_runs, require_same_conditions
+from benchmarks.runs import measure_missing, token_store, train
 from common import command_line
 from common.errors import UserError
 from common.limits import setting
-from training.checkpoints.metrics import comparable_loss, read_metrics, seconds_until
+from tokenizer.store.store import read_metadata
+from training.checkpoints.metrics import comparable_loss, seconds_until
 from training.data.run_data import is_store, name_of
 from training.report.plots import BLUE, GRAY, ORANGE, STYLE
 
@@ -214,64 +210,45 @@ def progress(head: dict[str, Any], found: dict[str, dict]) -> tuple[dict[str, St
     return finished, None
 
 
-def flags(settings: Run) -> list[str]:
-    """Return the flags of train_accelerate.py for the settings of a run."""
-    steps = settings["tokens"] // settings["tokens_per_step"]
-    derived = {"max_steps": steps, "eval_steps": max(1, steps // 8)}
-    derived["warmup_steps"] = round(settings["warmup_share"] * steps)
-    derived["min_learning_rate"] = settings["final_share"] * settings["learning_rate"]
-    given = {name: value for name, value in settings.items() if name not in ("tokens", "warmup_share", "final_share")}
-    return as_flags(given | derived)
+def train_settings(run: Run) -> dict[str, Any]:
+    """Return the flags of train_accelerate.py for a run."""
+    steps = run["tokens"] // run["tokens_per_step"]
+    settings = {name: value for name, value in run.items() if name not in ("tokens", "warmup_share", "final_share")}
+    settings |= {"max_steps": steps, "eval_steps": max(1, steps // 8)}
+    settings |= {"warmup_steps": round(run["warmup_share"] * steps)}
+    return settings | {"min_learning_rate": run["final_share"] * run["learning_rate"]}
 
 
-def measure(run: Run, store: str) -> dict[str, Any]:
-    """Train the model of a run in a process with one thread. Return its losses, times and sizes."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder, output = Path(scratch) / "run", Path(scratch) / "output.txt"
-        command = [sys.executable, "train_accelerate.py", "--config", "benchmarks/tokens_to_loss.yaml"]
-        command += flags({"data": store, "output_dir": folder} | run)
-        environment, start = os.environ | {"OMP_NUM_THREADS": "1"}, time.perf_counter()
-        with output.open("wb") as file:
-            process = subprocess.Popen(command, cwd=results.REPOSITORY, env=environment, stdout=file, stderr=file)
-            _, status, usage = os.wait4(process.pid, 0)  # the only call that returns the CPU time of one child
-        process.returncode, seconds = os.waitstatus_to_exitcode(status), time.perf_counter() - start
-        if process.returncode != 0:
-            raise UserError(f"{' '.join(command)} failed: {output.read_text(errors='replace')[-1500:]}")
-        entries = read_metrics(folder / "metrics.jsonl")
-    until, evaluations = seconds_until(entries, 0), [entry for entry in entries if "eval_loss" in entry]
-    tokens = run["tokens_per_step"]
+def measure(store: Path, run: Run, folder: Path) -> dict[str, Any]:
+    """Train the model of a run. Return its losses, times and sizes."""
+    trained = train(folder, {"config": "benchmarks/tokens_to_loss.yaml", "data": store} | train_settings(run))
+    until, evaluations, tokens = seconds_until(trained.entries, 0), trained.validations, run["tokens_per_step"]
     return {
         "settings": run,
         "eval_loss": round(evaluations[-1]["eval_loss"], 5),
         "eval_bits_per_byte": round(evaluations[-1]["eval_bits_per_byte"], 5),
         "training_seconds": round(until[evaluations[-1]["step"]], 1),
-        "wall_seconds": round(seconds, 1),
-        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 1),
+        "wall_seconds": round(trained.seconds, 1),
+        "cpu_seconds": round(trained.cpu_seconds, 1),
         "curve": [[e["step"] * tokens, round(until[e["step"]], 1), round(comparable_loss(e), 4)] for e in evaluations],
     }
 
 
-def token_store(data: str) -> str:
+def store_of(data: str) -> Path:
     """Return the token store of `data`. Text becomes a store in the same way as in presets/quickstart.yaml."""
-    store = data if is_store(data) else str(results.REPOSITORY / f"data/tokens-to-loss-{name_of(data)}")
-    if not is_store(store):
-        settings = ["--vocab_size", "2048", "--validation_fraction", "0.05"]
-        run_python("-m", "tokenizer.pretokenize", "--input", data, "--output", store, *settings)
-    return store
-
-
-def metadata_of(data: str) -> dict[str, Any]:
-    return json.loads((Path(token_store(data)) / "metadata.json").read_text(encoding="utf-8"))
+    if is_store(data):
+        return Path(data)
+    return token_store(f"tokens-to-loss-{name_of(data)}", data, vocab_size=2048, validation_fraction=0.05)
 
 
 def begin(options: ProofArguments, arguments: list[str]) -> dict[str, Any]:
     """Return the head of a new result file."""
-    metadata = metadata_of(options.data)
-    longest = min(options.tokens or TOKENS, metadata["train"]["tokens"])
+    metadata = read_metadata(store_of(options.data))
+    longest = min(options.tokens or TOKENS, metadata.train.tokens)
     tokens = longest // UNIT * UNIT
     if tokens == 0:
         raise UserError(f"The longest run has {longest:,} tokens, but the plan needs {UNIT:,}; use more of them.")
-    text = {"data": name_of(options.data), "vocab_size": metadata["vocab_size"], "sha256": metadata["train"]["sha256"]}
+    text = {"data": name_of(options.data), "vocab_size": metadata.vocab_size, "sha256": metadata.train.sha256}
     head = results.about("tokens_to_loss", arguments) | text | {"tokens": tokens, "seed": options.seed}
     if options.settings_of is None:
         return head
@@ -296,24 +273,15 @@ def main(arguments: list[str]) -> None:
         if sum(spent) + len(batch) * max(spent, default=0) >= 3600 * options.budget_hours:
             print(f"The budget ends before the stage {stage.title!r}: {sum(spent) / 3600:.2f} CPU-hours are spent.")
             break
-        require_same_conditions(path, head, sha256=metadata_of(options.data)["train"]["sha256"])
-        with ThreadPoolExecutor(options.workers) as pool:
-            futures = [pool.submit(measure, each, token_store(options.data)) for each in batch]
-            for done in as_completed(futures):
-                if done.exception() is None:
-                    result = done.result()
-                    found[key(result["settings"])] = result
-                    write_runs(path, head, found)
-                    settings, seconds = " ".join(flags(result["settings"])), result["cpu_seconds"]
-                    print(f"{stage.title}: {settings}: loss {result['eval_loss']:.4f}, {seconds:.0f} CPU seconds")
-        for done in futures:
-            done.result()  # raises the error of a failed run, after the other runs are kept
-    (DOCS / "tokens_to_loss.md").write_text(page(), encoding="utf-8")
+        store = store_of(options.data)
+        require_same_conditions(path, head, sha256=read_metadata(store).train.sha256)
+        print(f"{stage.title}: {len(missing)} runs are left")
+        measure_missing(path, head, found, batch, partial(measure, store), options.workers)
     for path in sorted(results.RESULTS.glob(FILES)):
         head, found = read_runs(path, "settings")
         if RESULT in (stages := progress(head, found)[0]):
             draw(stages[RESULT], found, DOCS / f"{path.stem}.png")
-    print("docs/tokens_to_loss.md is written.")
+    write_page("tokens_to_loss.md", page())
 
 
 def page() -> str:
