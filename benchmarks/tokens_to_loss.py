@@ -12,7 +12,7 @@ interrupted plan. Their results are in benchmarks/results/tokens-to-loss-*.jsonl
 
 import itertools
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -132,18 +132,19 @@ def full_plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
     }
     baseline = yield from choose("GPT-2: batch and Adam's second beta", batches, loss)
     baseline = yield from climb("GPT-2: learning rate again", baseline, "learning_rate", loss)
-    firsts = {f"adam_beta1 {beta:g}": baseline | {"adam_beta1": beta} for beta in (0.9, 0.8, 0.7, 0.5)}
+    firsts = variants(baseline, "adam_beta1", (0.9, 0.8, 0.7, 0.5))
     baseline = yield from choose("GPT-2: Adam's first beta", firsts, loss)
-    baseline = yield from choose("GPT-2: second targets", second_targets(baseline, (0.0, 0.3)), loss)
+    weights = variants(baseline, "second_target_weight", (0.0, 0.3))
+    baseline = yield from choose("GPT-2: second targets", weights, loss)
 
     # 2. The modern recipe at half of the tokens, with the batch and the betas that suit GPT-2 best.
     half = baseline | {"tokens": tokens // 2}
     recipe = half | MODERN | UNTIED | MUON | MUON_SCHEDULE | RATES
-    scaled = {f"learning_rate {rate:g}": recipe | {"learning_rate": rate} for rate in (0.01, 0.014, 0.02)}
-    modern = yield from choose("Modern: Muon's rate", scaled, loss)
+    modern = yield from choose("Modern: Muon's rate", variants(recipe, "learning_rate", (0.01, 0.014, 0.02)), loss)
     circuit = {"without": modern, "with": modern | {"induction_init": True}}
     modern = yield from choose(CIRCUIT, circuit, loss)
-    modern = yield from choose("Modern: second targets", second_targets(modern, (0.0, 0.3, 0.5)), loss)
+    weights = variants(modern, "second_target_weight", (0.0, 0.3, 0.5))
+    modern = yield from choose("Modern: second targets", weights, loss)
 
     # 3. Every share of the tokens is its own finished run, with two seeds.
     rows = {"GPT-2 with initializer_range 0.02, all tokens": [published]} | deciding("GPT-2, tuned", baseline, SHARES)
@@ -152,7 +153,7 @@ def full_plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
     # 4. One switch at a time, at half of the tokens. Without the normalized, untied embedding, all tables have the
     # rate of GPT-2.
     rate = half["learning_rate"]
-    adamw = {f"learning_rate {by * rate:g}": half | MODERN | {"learning_rate": by * rate} for by in (0.5, 1, 2)}
+    adamw = variants(half | MODERN, "learning_rate", (0.5 * rate, rate, 2 * rate))
     tied = yield from choose("Modern architecture, tied, AdamW: learning rate", adamw, loss)
     own = {name: modern[name] for name in RATES}
     plain = {name: value for name, value in modern.items() if name != "induction_init"}
@@ -174,15 +175,11 @@ def full_plan(tokens: int, seed: int, loss: Loss) -> Generator[Stage]:
 
 def climb(title: str, start: Run, name: str, loss: Loss) -> Search:
     """Double or halve a setting for as long as the loss falls, and return the best run, with worse neighbors."""
-    tried, best = {start[name]: start}, start
-    while True:
-        for value in (2 * best[name], best[name] / 2):
-            tried.setdefault(value, best | {name: value})
-        yield Stage(title, {f"{name} {value:g}": [tried[value]] for value in sorted(tried)})
-        lowest = min(tried.values(), key=loss)
-        if lowest is best:
-            return best
-        best = lowest
+    tried, best, last = {start[name]}, start, None
+    while best != last:
+        last, tried = best, tried | {2 * best[name], best[name] / 2}
+        best = yield from choose(title, variants(start, name, sorted(tried)), loss)
+    return best
 
 
 def choose(title: str, runs: dict[str, Run], loss: Loss) -> Search:
@@ -190,8 +187,8 @@ def choose(title: str, runs: dict[str, Run], loss: Loss) -> Search:
     return min(runs.values(), key=loss)
 
 
-def second_targets(run: Run, weights: tuple[float, ...]) -> dict[str, Run]:
-    return {f"second_target_weight {weight:g}": run | {"second_target_weight": weight} for weight in weights}
+def variants(run: Run, name: str, values: Iterable[float]) -> dict[str, Run]:
+    return {f"{name} {value:g}": run | {name: value} for value in values}
 
 
 def with_batch(run: Run, tokens_per_step: int) -> Run:
