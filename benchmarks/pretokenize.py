@@ -118,64 +118,66 @@ def texts(n_bytes: int) -> Iterator[str]:
     because none keeps words cached from one batch to the next long enough.
     """
     roots = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/share", "/usr/include", "/usr/lib"]
-    found = sorted(
-        {
-            os.path.realpath(os.path.join(folder, name))
-            for root in roots
-            for folder, _, names in os.walk(root)
-            for name in names
-            if name.endswith(SUFFIXES)
-        }
-    )
-    size = 0
-    for path in itertools.cycle(path for first in range(7) for path in found[first::7]):
-        if not os.path.isfile(path) or not DOCUMENT_BYTES[0] < os.path.getsize(path) < DOCUMENT_BYTES[1]:
+    found = (path for root in roots for path in Path(root).rglob("*") if path.suffix in SUFFIXES)
+    paths, size = sorted(set(map(os.path.realpath, found))), 0
+    for path in map(Path, itertools.cycle(path for first in range(7) for path in paths[first::7])):
+        if not path.is_file() or not DOCUMENT_BYTES[0] < path.stat().st_size < DOCUMENT_BYTES[1]:
             continue
-        content = Path(path).read_bytes().replace(b"\r\n", b"\n")
-        try:
-            text = content.decode()
-        except UnicodeDecodeError:
-            continue
-        if "\0" in text or not text.strip():
-            continue
-        size += len(content)
-        yield text
+        with suppress(UnicodeDecodeError):
+            text = path.read_bytes().replace(b"\r\n", b"\n").decode()
+            if "\0" not in text and text.strip():
+                yield text
+                size += size_of([text])
         if size > n_bytes:
             return
 
 
-def timed(command: list[str], folder: Path, n_bytes: int, output: Path, repeats: int) -> dict[str, float]:
-    """Return the seconds of the fastest run, and the peak private memory of the process and its children together."""
-    environment = os.environ | {
-        "HF_HOME": str(folder / "hf"),
-        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    seconds, peak = [], 0
-    for _ in range(repeats):
-        shutil.rmtree(folder / "hf", ignore_errors=True)  # so that the peers find no cached results
-        shutil.rmtree(output, ignore_errors=True)
-        os.sync()  # so that pending writes of the previous system delay no other
-        start = time.perf_counter()
-        with (folder / "errors.txt").open("w+b") as errors:
-            process = psutil.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
-            while process.poll() is None:
-                peak = max(peak, _private_memory(process))
-                with suppress(psutil.TimeoutExpired):
-                    process.wait(timeout=0.5)
-            seconds.append(time.perf_counter() - start)
-            if process.returncode:
-                errors.seek(0)
-                raise UserError(f"{' '.join(command)[:200]} failed: {errors.read().decode()[-2000:]}")
-    best = round(min(seconds), 2)
-    return {
-        "seconds": best,
-        "mb_per_second": round(n_bytes / 1e6 / best, 2),
-        "peak_memory_mb": round(peak / 1e6),
-    }
+def size_of(documents: list[str]) -> int:
+    return sum(len(document.encode()) for document in documents)
 
 
-def _private_memory(root: psutil.Process) -> int:
+@dataclass
+class Timing:
+    """Runs of programs, all in one scratch folder; of each, the fastest of several counts."""
+
+    folder: Path
+    num_proc: int
+    repeats: int
+
+    def ours(self, name: str, text: Path, n_bytes: int, *flags: str) -> dict[str, float]:
+        """Measure this project, which writes a store called `name`."""
+        command = ["-m", "tokenizer.pretokenize", "--num_proc", str(self.num_proc), "--cleaning", "none"]
+        command += ["--validation_fraction", "0.05"]  # no document is longer than this share, so none is divided
+        command += ["--input", str(text), "--output", str(self.folder / name), *flags]
+        return self.measured(command, n_bytes, self.folder / name)
+
+    def measured(self, command: list[str], n_bytes: int, output: Path) -> dict[str, float]:
+        """Return the seconds of the fastest run, and the peak private memory of the process and its children."""
+        cache = self.folder / "hf"
+        environment = os.environ | {"HF_HOME": str(cache), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+        environment |= {"HF_HUB_OFFLINE": "1"}
+        seconds, peak = [], 0
+        for _ in range(self.repeats):
+            shutil.rmtree(cache, ignore_errors=True)  # so that the peers find no cached results
+            shutil.rmtree(output, ignore_errors=True)
+            os.sync()  # so that pending writes of the previous system delay no other
+            start = time.perf_counter()
+            with tempfile.TemporaryFile() as errors:
+                options = {"cwd": REPOSITORY, "env": environment, "stdout": subprocess.DEVNULL, "stderr": errors}
+                process = psutil.Popen([sys.executable, *command], **options)
+                while process.poll() is None:
+                    peak = max(peak, private_memory(process))
+                    with suppress(psutil.TimeoutExpired):
+                        process.wait(timeout=0.5)
+                seconds.append(time.perf_counter() - start)
+                if process.returncode:
+                    errors.seek(0)
+                    raise UserError(f"{' '.join(command)[:200]} failed: {errors.read().decode()[-2000:]}")
+        best = round(min(seconds), 2)
+        return {"seconds": best, "mb_per_second": round(n_bytes / 1e6 / best, 2), "peak_memory_mb": round(peak / 1e6)}
+
+
+def private_memory(root: psutil.Process) -> int:
     """Return the private bytes of a process and its children. `uss` would read all pages and slow them down."""
     with suppress(psutil.Error):
         memory = [process.memory_info() for process in (root, *root.children(recursive=True))]
@@ -183,17 +185,12 @@ def _private_memory(root: psutil.Process) -> int:
     return 0
 
 
-def measure(folder: Path, megabytes: int, num_proc: int, repeats: int) -> dict[str, Any]:
-    documents = list(texts(megabytes * 1_000_000))
-    text = written(documents, folder / "text.jsonl")
-    size = sum(len(document.encode()) for document in documents)
-    command = [sys.executable, "-m", "tokenizer.pretokenize", "--num_proc", str(num_proc), "--cleaning", "none"]
-    command += ["--validation_fraction", "0.05"]  # no document is longer than this share, so none is divided
-    made = [*command, "--input", str(text), "--output", str(folder / "made"), "--vocab_size", str(VOCAB_SIZE)]
-    making = timed(made, folder, size, folder / "made", repeats)
-    command += ["--tokenizer", str(folder / "made" / "tokenizer")]
-    ours = [*command, "--input", str(text), "--output", str(folder / "ours")]
-    systems = {"gpt2scratch": timed(ours, folder, size, folder / "ours", repeats)}
+def measure(timing: Timing, megabytes: int) -> dict[str, Any]:
+    folder, documents = timing.folder, list(texts(megabytes * 1_000_000))
+    text, size = written(documents, folder / "text.jsonl"), size_of(documents)
+    otherwise = {"making_the_tokenizer": timing.ours("made", text, size, "--vocab_size", str(VOCAB_SIZE))}
+    tokenizer = folder / "made" / "tokenizer"
+    systems = {"gpt2scratch": timing.ours("ours", text, size, "--tokenizer", str(tokenizer))}
     reference, left_out = None, []
     for name, (script, packages) in PEERS.items():
         if absent := [package for package in packages if find_spec(package) is None]:
@@ -201,41 +198,29 @@ def measure(folder: Path, megabytes: int, num_proc: int, repeats: int) -> dict[s
             continue
         path, out = folder / f"{name}.py", folder / f"{name}.bin"
         path.write_text(script)
-        arguments = map(str, (text, folder / "made" / "tokenizer", out, num_proc))
-        systems[name] = timed([sys.executable, str(path), *arguments], folder, size, out, repeats)
+        systems[name] = timing.measured([*map(str, (path, text, tokenizer, out, timing.num_proc))], size, out)
         reference = reference or out
         if out.read_bytes() != reference.read_bytes():
             raise UserError(f"The ids of {name} differ from those of {reference.stem}.")
     if reference is not None:
         check_identical(folder / "ours", reference)
+    # Whether the time per megabyte, or the memory, grows with the size of the text or of a document
+    for name, parts in {"a_quarter_of_the_text": documents[::4], "four_times_the_text": documents * 4}.items():
+        other = written(parts, folder / "other.jsonl")
+        otherwise[name] = timing.ours(name, other, size_of(parts), "--tokenizer", str(tokenizer))
+    (folder / "one.txt").write_text("\n".join(documents), encoding="utf-8")
+    one = timing.ours("one", folder / "one.txt", size, "--tokenizer", str(tokenizer))
+    otherwise["all_in_one_document"] = one
     seconds = systems["gpt2scratch"]["seconds"]
     return {
-        "num_proc": num_proc,
+        "num_proc": timing.num_proc,
         "bytes": size,
         "documents": len(documents),
         "systems": systems,
-        "times_as_fast": {
-            name: round(s["seconds"] / seconds, 1) for name, s in systems.items() if name != "gpt2scratch"
-        },
-        "gpt2scratch_otherwise": {"making_the_tokenizer": making} | other_texts(documents, command, folder, repeats),
+        "times_as_fast": {name: round(systems[name]["seconds"] / seconds, 1) for name in PEERS if name in systems},
+        "gpt2scratch_otherwise": otherwise,
         "left_out": left_out,
     }
-
-
-def other_texts(documents: list[str], command: list[str], folder: Path, repeats: int) -> dict[str, dict[str, float]]:
-    """Measure whether the time per megabyte, or the memory, grows with the size of the text or of a document."""
-    (folder / "one.txt").write_text("\n".join(documents), encoding="utf-8")
-    inputs = {
-        "a_quarter_of_the_text": (written(documents[::4], folder / "quarter.jsonl"), documents[::4]),
-        "four_times_the_text": (written(documents * 4, folder / "four.jsonl"), documents * 4),
-        "all_in_one_document": (folder / "one.txt", documents),
-    }
-    timings = {}
-    for name, (text, parts) in inputs.items():
-        of_text = [*command, "--input", str(text), "--output", str(folder / name)]
-        timings[name] = timed(of_text, folder, sum(len(part.encode()) for part in parts), folder / name, repeats)
-        text.unlink()
-    return timings
 
 
 def written(documents: list[str], path: Path) -> Path:
@@ -264,7 +249,7 @@ def main(arguments: list[str]) -> None:
     runs = []
     for num_proc in sorted(set(options.num_proc)):
         with tempfile.TemporaryDirectory() as folder:
-            runs.append(measure(Path(folder), options.megabytes, num_proc, options.repeats))
+            runs.append(measure(Timing(Path(folder), num_proc, options.repeats), options.megabytes))
         print(json.dumps(runs[-1], indent=2), flush=True)
     packages = ("tokenizers", "pyarrow", "numpy", "datasets", "tiktoken", "transformers")
     versions = {name: version(name) for name in packages if find_spec(name)}
