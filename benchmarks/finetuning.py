@@ -28,7 +28,7 @@ from examples.python_chats import DECLINED, IN_CHATS, IN_PAIRS, MODULE, question
 from examples.python_chats import write as write_data
 
 ASKED = 100  # questions to answer, about functions that are in none of the training data
-DEFAULT_SEEDS = (1337, 1, 2)
+SEEDS = (1337, 1, 2)  # of the defaults; the other ways have the first
 WAYS = {  # other than the defaults
     "without replay": ["--replay_fraction", "0"],
     "all weights": ["--lora_rank", "0"],
@@ -93,35 +93,27 @@ def main(arguments: list[str]) -> None:
     [options] = FlagParser((FinetuningArguments,), __doc__.splitlines()[0], positional="run").parse(arguments)
     if missing := [name for name in ("peft", "trl") if find_spec(name) is None]:
         raise UserError(f"Fine-tuning needs {' and '.join(missing)}: run pip install -e '.[finetuning]'")
-    run_folder = options.run
     found = questions_and_answers()
     asked = found[IN_CHATS + IN_PAIRS :][:ASKED]
-    libraries = {name: importlib.metadata.version(name) for name in ("peft", "trl")}
-    head = {
-        **about("finetuning", [run_folder]),
-        **libraries,
-        "questions_in_chats": IN_CHATS,
-        "pairs_of_answers": IN_PAIRS,
-        "asked": ASKED,
-    }
+    head = about("finetuning", [options.run])
+    head |= {name: importlib.metadata.version(name) for name in ("peft", "trl")}
+    head |= {"questions_in_chats": IN_CHATS, "pairs_of_answers": IN_PAIRS, "asked": ASKED}
     results: dict[str, list[dict[str, Any]]] = {"chats": [], "preferences": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         chats, pairs = write_data(folder, found)
-
-        def add(part: str, recipe: str, model: str, data: Path, way: str, flags: list[str]) -> None:
-            for seed in DEFAULT_SEEDS if not flags else DEFAULT_SEEDS[:1]:
-                output = folder / f"{part}{len(results[part])}"
-                used = [*flags, "--seed", str(seed)]
+        experiments = [
+            ("chats", "finetune_chat", options.run, chats, {"the defaults": []}),
+            ("preferences", "finetune_preferences", str(folder / "chats0"), pairs, PREFERENCES),
+            ("chats", "finetune_chat", options.run, chats, WAYS),
+        ]
+        for part, recipe, model, data, ways in experiments:
+            runs = [(way, flags, seed) for way, flags in ways.items() for seed in SEEDS[: 1 if flags else None]]
+            for way, flags, seed in runs:
+                output, used = folder / f"{part}{len(results[part])}", [*flags, "--seed", str(seed)]
                 measured = tune(recipe, model, data, output, used)
                 results[part].append({"way": way, "flags": " ".join(used), **measured, **rates(output, asked)})
                 write(f"finetuning-{device_kind()}", {**head, **results})
-
-        add("chats", "finetune_chat", run_folder, chats, "the defaults", [])
-        for way, flags in PREFERENCES.items():
-            add("preferences", "finetune_preferences", str(folder / "chats0"), pairs, way, flags)
-        for way, flags in WAYS.items():
-            add("chats", "finetune_chat", run_folder, chats, way, flags)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import json
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -99,31 +100,25 @@ def in_a_process(*arguments) -> dict:
     return json.loads(run_python("-c", script, stdout=subprocess.PIPE).stdout.splitlines()[-1])
 
 
-def compare(folder: str, new_tokens: int, options: GenerateArguments) -> list[dict]:
-    """Run all contestants on one model, and return a summary per batch size."""
+def compare(folder: str, new_tokens: int, options: GenerateArguments) -> Iterator[dict]:
+    """Run all contestants on one model, and yield a summary per batch size: tokens/s per contestant, whether its text
+    equals GPT-2's, and ratios within each round."""
     settings = (folder, options.dtype, options.batch_sizes, new_tokens, options.repeats)
     arranges = options.dtype == "float32" and not ON_GPU
     names = [name for name in CONTESTANTS if arranges or name != "gpt2scratch_arranged"]
     rounds = [{name: in_a_process(name, *settings) for name in names} for _ in range(options.rounds)]
-    return [
-        summary([{name: run[name][str(size)] for name in names} for run in rounds], size)
-        for size in options.batch_sizes
-    ]
-
-
-def summary(rounds: list[dict], batch_size: int) -> dict:
-    """Summarize all rounds: tokens/s per contestant, whether its text equals GPT-2's, and ratios within each round."""
-    # Speeds of a contestant: (rounds, repeats).
-    speeds = {name: np.array([one[name]["tokens_per_second"] for one in rounds]) for name in rounds[0]}
-    medians = {name: np.median(of_rounds, axis=1) for name, of_rounds in speeds.items()}
-    return {
-        "batch_size": batch_size,
-        "tokens_per_second": {name: spread(of_rounds) for name, of_rounds in speeds.items()},
-        "times_as_fast": {
-            f"{name} / {other}": spread(medians[name] / medians[other], 3) for name, other in RATIOS if name in medians
-        },
-        "same_text": {name: all(one[name]["ids"] == one["gpt2"]["ids"] for one in rounds) for name in speeds},
-    }
+    for size in options.batch_sizes:
+        found = {name: [one[name][str(size)] for one in rounds] for name in names}
+        speeds = {name: np.array([one["tokens_per_second"] for one in found[name]]) for name in names}
+        medians = {name: np.median(speeds[name], axis=1) for name in names}  # of (rounds, repeats)
+        ratios = {f"{a} / {b}": spread(medians[a] / medians[b], 3) for a, b in RATIOS if a in names}
+        ids = {name: [one["ids"] for one in found[name]] for name in names}
+        yield {
+            "batch_size": size,
+            "tokens_per_second": {name: spread(speeds[name]) for name in names},
+            "times_as_fast": ratios,
+            "same_text": {name: ids[name] == ids["gpt2"] for name in names},
+        }
 
 
 def main(arguments: list[str]) -> None:
