@@ -6,13 +6,14 @@ python -m benchmarks.plan          # writes benchmarks/results/plan-DEVICE.json
 import json
 import re
 import tempfile
-from datetime import datetime
-from pathlib import Path
 
 from benchmarks.contestants import LAUNCH
 from benchmarks.results import about, device_kind, run_python, write
 from common.command_line import FlagParser, run
-from training.checkpoints.metrics import read_events, read_metrics
+from training.checkpoints.metrics import read_events
+from training.checkpoints.run_folder import RunFolder
+from training.checkpoints.status import hours
+from training.report.facts import read_facts
 
 WIDER = ["--n_layer=6", "--n_head=6", "--n_embd=384", "--n_positions=256", "--tokens_per_step=4096", "--max_steps=100"]
 RUNS = {"quickstart": [], "11.5M parameters": [*WIDER, "--eval_steps=50", "--max_eval_samples=64"]}
@@ -30,7 +31,7 @@ def main(arguments: list[str]) -> None:
         estimates = ESTIMATES.search(launch(flags))
         with tempfile.TemporaryDirectory() as folder:
             launch([*flags, "--output_dir", folder, "--overwrite_output_dir"], plan=False)
-            runs[name] = {"flags": flags, "said": estimated(estimates), "took": actual(Path(folder))}
+            runs[name] = {"flags": flags, "said": estimated(estimates), "took": actual(RunFolder(folder))}
         print(json.dumps(runs[name], indent=2))
     write(f"plan-{device_kind()}", {**about("plan", []), "runs": runs})
 
@@ -47,15 +48,10 @@ def estimated(estimates: re.Match[str]) -> dict[str, float]:
     return {"seconds": seconds, "tokens_per_second": speed, "peak_memory_gb": float(estimates["gb"])}
 
 
-def actual(run: Path) -> dict[str, float]:
-    entries, events = read_metrics(run / "metrics.jsonl"), read_events(run / "events.jsonl")
-    begun, ended = (datetime.fromisoformat(event["time"]) for event in (events[0], events[-1]))
-    speeds = sorted(entry["tokens_per_second"] for entry in entries if "tokens_per_second" in entry)
-    return {
-        "seconds": (ended - begun).total_seconds(),
-        "tokens_per_second": speeds[len(speeds) // 2],
-        "peak_memory_gb": max(entry.get("peak_memory_gb", 0.0) for entry in entries),
-    }
+def actual(run: RunFolder) -> dict[str, float]:
+    speed, seconds = read_facts(run)["speed"], round(3600 * hours(read_events(run.events)), 1)
+    _, median, _ = speed["percentiles"]["tokens_per_second"]
+    return {"seconds": seconds, "tokens_per_second": median, "peak_memory_gb": speed["peak_memory_gb"]}
 
 
 if __name__ == "__main__":

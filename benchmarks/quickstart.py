@@ -5,6 +5,7 @@ python -m benchmarks.quickstart          # writes benchmarks/results/quickstart-
 
 import json
 import os
+import statistics
 import subprocess
 import tempfile
 import time
@@ -28,14 +29,14 @@ def main(arguments: list[str]) -> None:
         run_python(*LAUNCH, cwd=clone, env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "inductor")})
         seconds = time.perf_counter() - start
         entries = read_metrics(clone / "runs" / "quickstart" / "metrics.jsonl")
-    speeds = sorted(entry["tokens_per_second"] for entry in entries if "tokens_per_second" in entry)
+    speeds = [entry["tokens_per_second"] for entry in entries if "tokens_per_second" in entry]
     last = [entry for entry in entries if "eval_loss" in entry][-1]
     result = {
         **about("quickstart", []),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "seconds_in_all": round(seconds, 1),
-        "tokens": entries[-1].get("tokens") or max(entry.get("tokens", 0) for entry in entries),
-        "tokens_per_second_median": speeds[len(speeds) // 2],
+        "tokens": max(entry.get("tokens", 0) for entry in entries),
+        "tokens_per_second_median": statistics.median(speeds),
         "eval_loss": round(last["eval_loss"], 4),
         "eval_bits_per_byte": round(last["eval_bits_per_byte"], 4),
     }
