@@ -13,11 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_step import tokens, train_step
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.exc import CppCompileError
 
 from conftest import REPOSITORY, TINY, flags, wait_until
 from tokenizer.store.store import Split
 from training.data.batches import BatchPlan
 from training.evaluation.scoring import evaluate
+from training.guard.faults import compiler_error
 from training.runtime import compilation
 from training.runtime.compilation import remove_incomplete_libraries
 
@@ -47,6 +50,24 @@ def test_paths_with_blanks_turn_compilation_for_a_cpu_off(monkeypatch):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/my cache")
     assert "PyTorch cannot compile for a CPU in paths with blanks (" in compilation._missing_to_compile()
+
+
+@pytest.mark.parametrize(
+    ("compiler", "is_missing"), [("g++", False), ("./old.sh", True), ("ccache g++", True), ("", True)]
+)
+def test_the_compiler_that_inductor_calls_must_know_its_standard(monkeypatch, tmp_path, compiler, is_missing):
+    (tmp_path / "old.sh").write_text('#!/bin/bash\n! [[ "$*" == *c++20* ]]\n')
+    (tmp_path / "old.sh").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with torch._inductor.config.patch("cpp.cxx", (None, compiler)):
+        assert ("a C++ compiler for C++20" in compilation._missing_to_compile()) is is_missing
+
+
+def test_the_error_of_a_compiler_has_its_output_without_the_command():
+    failure = CppCompileError(["g++", "-I/" + "long/" * 99], "error: no omp.h\n")
+    error = compiler_error(BackendCompilerFailed(None, failure, None), "", "run again")
+    assert str(error).startswith("torch.compile failed (error: no omp.h). Delete its cache")
 
 
 def test_a_cache_on_a_disk_without_execution_turns_compilation_off(monkeypatch, tmp_path):
@@ -160,7 +181,8 @@ def test_a_run_reports_that_a_suspended_process_locks_the_cache_and_ends(spawn, 
 
     def begin(name: str, **environment: str) -> subprocess.Popen:
         compiler, log = tmp_path / f"{name}.sh", tmp_path / f"{name}.log"
-        lines = ("#!/bin/sh", "[ $# = 1 ] && echo g++ 12 && exit", f'echo "$*" >> {log}', "exec sleep 600")
+        lines = ("#!/bin/bash", '[[ $# = 1 || "$*" == *-fsyntax-only* ]] && echo g++ 12 && exit')
+        lines += (f'echo "$*" >> {log}', "exec sleep 600")
         compiler.write_text("\n".join(lines))
         compiler.chmod(0o755)
         settings = TINY | {"data": store.folder, "output_dir": tmp_path / name, "torch_compile": "true"}

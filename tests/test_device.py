@@ -187,12 +187,14 @@ def test_gpu_supports_binaries_of_its_major_version_and_any_earlier_compute_targ
     assert has_kernels(built_for, capability) == expectation
 
 
+@torch._inductor.config.patch("cpp.cxx", (None, "g++"))
 def test_compilation_stays_off_without_a_compiler_and_python_headers(monkeypatch, tmp_path):
     """A note names them and the command that installs them; explicit compilation is refused."""
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     for name, value in {"PATH": "/nowhere", "CXX": "", "CC": ""}.items():
         monkeypatch.setenv(name, value)
-    gap = r"a C\+\+ compiler \(g\+\+ or clang\+\+\), Python's headers .* not found; .*: apt install g\+\+ python3-dev"
+    gap = r"a C\+\+ compiler for C\+\+20 \(g\+\+ 10 or later, or .* CXX .*\), Python's headers .* not found; "
+    gap += r".*: apt install g\+\+ python3-dev"
     setup = decide(DeviceArguments(), 64)
     assert not setup.torch_compile
     assert any(re.search(gap, note) for note in setup.notes)

@@ -6,6 +6,7 @@ import tempfile
 
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.exc import CppCompileError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from common.errors import FULL_DISK, UserError, counted
@@ -47,12 +48,14 @@ def translate(error: Exception, run: Run) -> Exception:
 
 def compiler_error(error: BackendCompilerFailed, state: str, repeat: str) -> UserError:
     """Return the error for a failed compiler. `state` follows its reason; `repeat` says how to continue."""
-    if isinstance(error.inner_exception, PermissionError):  # of another user
-        problem = f"torch.compile cannot use its cache, {cache_dir()} ({error.inner_exception})"
+    cause = error.inner_exception
+    if isinstance(cause, PermissionError):  # of another user
+        problem = f"torch.compile cannot use its cache, {cache_dir()} ({cause})"
         return UserError(f"{problem}{state}. Name a folder of your own with TORCHINDUCTOR_CACHE_DIR, and {repeat}.")
+    reason = cause.output if isinstance(cause, CppCompileError) else repr(cause)  # without its long command
     return UserError(
-        f"torch.compile failed ({error.inner_exception!r:.300}){state}. Delete its cache, {cache_dir()}, free space in "
-        f"{tempfile.gettempdir()} (TMPDIR) if the disk is full, and {repeat}; if that does not help, add "
+        f"torch.compile failed ({' '.join(reason.split()):.300}){state}. Delete its cache, {cache_dir()}, free space "
+        f"in {tempfile.gettempdir()} (TMPDIR) if the disk is full, and {repeat}; if that does not help, add "
         "--torch_compile false."
     )
 

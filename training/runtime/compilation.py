@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import struct
+import subprocess
 import sysconfig
 import threading
 import time
@@ -36,6 +37,7 @@ LINK_SECONDS = 5.0  # a file without a write for this many seconds is not being 
 # takes 14 s, and steps without it have 0.67 of the speed (two cores, docs/log.md). The validation, which is compiled
 # separately, takes 5 s, and without it has 0.7 of the speed.
 SHORT_RUN, SHORT_VALIDATION = 3.1e12, 1.4e12
+CPP_COMPILER = "a C++ compiler for C++20 (g++ 10 or later, or the one that CXX names)"
 FIRST_KERNEL = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(float* out) { *out = 1.0f; }\n'
 ELF = struct.Struct("<16s2HI3QI6H")  # header of a 64-bit file
 # Inductor would compute the gradient of a lookup with atomic additions from several threads. Their order, and so the
@@ -84,7 +86,7 @@ def _missing_to_compile() -> str:
     has_gpu = torch.cuda.is_available()
     has_headers = Path(sysconfig.get_path("include"), "Python.h").is_file()
     requirements = [
-        (is_missing("CXX", "g++", "clang++"), "a C++ compiler (g++ or clang++)", "g++"),
+        (is_missing("CXX", "g++", "clang++") if has_gpu else not _compiles_cpp(), CPP_COMPILER, "g++"),
         (not has_headers, "Python's headers (Python.h)", "python3-dev"),
         (has_gpu and is_missing("CC", "gcc", "clang"), "a C compiler (gcc or clang)", "gcc"),
     ]
@@ -104,6 +106,14 @@ def _missing_to_compile() -> str:
     if has_gpu and importlib.util.find_spec("triton") is None:
         parts.append("Triton is not installed (pip install triton).")
     return " ".join(parts)
+
+
+def _compiles_cpp() -> bool:
+    """Return whether the compiler that Inductor will call for a CPU exists and knows the C++ that it is given."""
+    command = [torch._inductor.config.cpp.cxx[1], "-std=c++20", "-fsyntax-only", "-x", "c++", os.devnull]
+    with suppress(OSError):
+        return subprocess.run(command, check=False, capture_output=True).returncode == 0
+    return False
 
 
 def prepare_compiler() -> None:
