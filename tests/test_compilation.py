@@ -46,10 +46,11 @@ def left(cache: Path) -> set[str]:
     return {path.name.split(".")[0] for path in cache.rglob("*.so")}
 
 
-def test_paths_with_blanks_turn_compilation_for_a_cpu_off(monkeypatch):
+@pytest.mark.parametrize("folder", ["/my cache", "/Anna's", "/a\\b", '/"'])
+def test_paths_that_a_shell_would_quote_turn_compilation_for_a_cpu_off(monkeypatch, folder):
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/my cache")
-    assert "PyTorch cannot compile for a CPU in paths with blanks (" in compilation._missing_to_compile()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+    assert "PyTorch cannot compile for CPUs in paths with blanks or quotes (" in compilation._missing_to_compile()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ every later run: an empty file with an error, a partial one with SIGBUS and no m
 
 import importlib.util
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -91,8 +92,8 @@ def _missing_to_compile() -> str:
         (has_gpu and is_missing("CC", "gcc", "clang"), "a C compiler (gcc or clang)", "gcc"),
     ]
     parts, paths = [], [torch.__file__, os.environ.get("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())]
-    if not torch.accelerator.is_available() and any(map(str.isspace, "".join(paths))):
-        parts.append(f"PyTorch cannot compile for a CPU in paths with blanks ({', '.join(paths)}); move them.")
+    if not torch.accelerator.is_available() and re.search(r"[\s'\"\\]", "".join(paths)):
+        parts.append(f"PyTorch cannot compile for CPUs in paths with blanks or quotes ({', '.join(paths)}); move them.")
     cache = Path(paths[-1]).absolute()
     disk = next(path for path in (cache, *cache.parents) if path.exists())
     if os.statvfs(disk).f_flag & getattr(os, "ST_NOEXEC", 0):
