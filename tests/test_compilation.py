@@ -65,6 +65,12 @@ def test_the_compiler_that_inductor_calls_must_know_its_standard(monkeypatch, tm
         assert ("a C++ compiler for C++20" in compilation._missing_to_compile()) is is_missing
 
 
+@pytest.mark.parametrize("name", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+def test_a_variable_that_disables_compilation_is_named(monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    assert f"{name} is 1; unset it." in compilation._missing_to_compile()
+
+
 def test_the_error_of_a_compiler_has_its_output_without_the_command():
     failure = CppCompileError(["g++", "-I/" + "long/" * 99], "error: no omp.h\n")
     error = compiler_error(BackendCompilerFailed(None, failure, None), "", "run again")

@@ -38,6 +38,7 @@ LINK_SECONDS = 5.0  # a file without a write for this many seconds is not being 
 # takes 14 s, and steps without it have 0.67 of the speed (two cores, docs/log.md). The validation, which is compiled
 # separately, takes 5 s, and without it has 0.7 of the speed.
 SHORT_RUN, SHORT_VALIDATION = 3.1e12, 1.4e12
+OFF_SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")  # variables that PyTorch reads
 CPP_COMPILER = "a C++ compiler for C++20 (g++ 10 or later, or the one that CXX names)"
 FIRST_KERNEL = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel(float* out) { *out = 1.0f; }\n'
 ELF = struct.Struct("<16s2HI3QI6H")  # header of a 64-bit file
@@ -106,6 +107,7 @@ def _missing_to_compile() -> str:
         parts.append("Triton supports GPUs from compute capability 7.0 on (V100, T4 and newer).")
     if has_gpu and importlib.util.find_spec("triton") is None:
         parts.append("Triton is not installed (pip install triton).")
+    parts += [f"{name} is 1; unset it." for name in OFF_SWITCHES if os.environ.get(name) == "1"]
     return " ".join(parts)
 
 
