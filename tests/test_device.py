@@ -142,6 +142,13 @@ def test_threads_spin_only_shortly_unless_the_user_chose(launch):
     assert [launch("-c", code, **environment).stdout.strip() for environment in chosen] == ["1000", "None", "7"]
 
 
+@pytest.mark.parametrize(("choice", "visible"), [("True", ""), ("1", ""), ("False", "0"), (None, "0")])
+def test_a_gpu_is_not_used_if_the_launcher_is_asked_for_the_cpu(launch, choice, visible):
+    code = "import os, training.runtime.threads; print(repr(os.environ.get('CUDA_VISIBLE_DEVICES')))"
+    asked = {"ACCELERATE_USE_CPU": choice, "CUDA_VISIBLE_DEVICES": "0"}
+    assert launch("-c", code, **asked).stdout.strip() == repr(visible)
+
+
 CHILD = (
     "import os, training.runtime.threads, training.runtime.launcher as e; print(os.environ['OMP_NUM_THREADS'], "
     "e.is_alone_by_mistake())"

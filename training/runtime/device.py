@@ -106,7 +106,7 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
             "launch/one_node.yaml for GPUs."
         )
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if processes > 1 and not parse_flag_from_env("ACCELERATE_USE_CPU") and 0 < torch.cuda.device_count() < processes:
+    if processes > 1 and 0 < torch.cuda.device_count() < processes:
         problems.add(
             f"{processes} processes were started for {torch.cuda.device_count()} GPUs; add --num_processes "
             f"{torch.cuda.device_count()} to accelerate launch."
@@ -141,8 +141,7 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
 
 def _has_visible_gpu() -> bool:
     """Return whether the driver lists an NVIDIA GPU that nobody hid from torch."""
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or parse_flag_from_env("ACCELERATE_USE_CPU")
-    if is_hidden or shutil.which("nvidia-smi") is None:
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or shutil.which("nvidia-smi") is None:
         return False
     with suppress(OSError, subprocess.TimeoutExpired):
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False, timeout=10)
