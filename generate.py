@@ -32,6 +32,7 @@ from modeling_gpt2scratch.loading import ModelError, arrange_weights, check_logi
 from modeling_gpt2scratch.prompts import chat_ids, encode_prompt, end_tokens
 from training.checkpoints.loading import find_model, load_any_model, model_errors
 from training.evaluation.sampling import TextStream, compiled, continue_texts, continue_tokens, generation_config
+from training.runtime.hardware import check_kernels
 
 REPOSITORY = Path(__file__).parent
 BATCH_SIZE = 32  # continuations per batch; GPT-2's keys and values take 75 MB per continuation at full context in fp32
@@ -64,6 +65,7 @@ def main(arguments: list[str]) -> None:
     (options,) = FlagParser((GenerateArguments,), __doc__.splitlines()[0], positional="model").parse(arguments)
     if options.chat and (options.num_return_sequences > 1 or options.torch_compile):
         raise UserError("num_return_sequences and torch_compile do not apply to a chat; leave them out.")
+    check_kernels()
     source = find_model(options.model or str(REPOSITORY))
     model, tokenizer = load_any_model(source, options.dtype)
     # Keep only the end-of-text tokens. The flags set all other values. A max_length here would cause a warning in every

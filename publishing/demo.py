@@ -38,6 +38,7 @@ from training.checkpoints.metrics import read_metrics
 from training.checkpoints.run_folder import RunFolder, is_checkpoint, run_of
 from training.checkpoints.samples import read_samples
 from training.report.facts import PROMPT_CHARACTERS
+from training.runtime.hardware import check_kernels
 
 MAX_EXAMPLES = 6  # maximum number of example prompts on the page
 REPOSITORY = Path(__file__).parent.parent
@@ -111,6 +112,7 @@ def main(arguments: list[str]) -> None:
 
 def show(names: list[str], port: int | None, share: bool) -> None:
     """Serve the page until interrupted. Raise a `UserError` if a model cannot be loaded or the port is in use."""
+    check_kernels()
     from publishing import demo_page  # imports gradio, an optional extra
 
     groups, examples, samples = find_all(names)  # before a model is loaded

@@ -4,17 +4,22 @@ import re
 import socket
 import sys
 import warnings
+from functools import partial
 
 import psutil
 import pytest
 import torch
 
+import generate
 from conftest import assert_user_error, flags
 from modeling_gpt2scratch import GPT2ScratchConfig
+from publishing import demo
+from training import evaluate
 from training.config import read_config
 from training.preflight import setup_of
-from training.runtime.device import DeviceArguments, Setup, decide, has_kernels, kernel_of_sdpa
+from training.runtime.device import DeviceArguments, Setup, decide, kernel_of_sdpa
 from training.runtime.distributed import interface_to
+from training.runtime.hardware import has_kernels
 from training.step.loss import NextTokenLoss
 from training.step.model import build_model
 
@@ -192,6 +197,21 @@ def test_settings_of_the_user_are_distinguished_from_those_of_the_launcher(launc
 )
 def test_gpu_supports_binaries_of_its_major_version_and_any_earlier_compute_target(built_for, capability, expectation):
     assert has_kernels(built_for, capability) == expectation
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(partial(decide, DeviceArguments(torch_compile="false"), 16), partial(generate.main, [])),
+        *(partial(evaluate.main, ["x"]), partial(demo.show, ["x"], None, False)),
+    ],
+)
+def test_a_gpu_without_kernels_is_refused_by_every_command_that_would_use_it(monkeypatch, command):
+    facts = {"is_available": True, "get_device_name": "Tesla V100", "get_device_capability": (7, 0)}
+    for name, value in (facts | {"get_arch_list": ["sm_75", "sm_90"], "is_bf16_supported": False}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+    sentence = r"no kernels for Tesla V100 \(compute capability 7\.0\): install .* or put CUDA_VISIBLE_DEVICES= before"
+    assert_user_error(sentence, command)
 
 
 @torch._inductor.config.patch("cpp.cxx", (None, "g++"))

@@ -45,6 +45,7 @@ from training.evaluation.scoring import score_split
 from training.report.report import evaluated_run, keep_evaluation, show_evaluation, weight_hashes
 from training.runtime.device import keep_accelerate_from_sharding
 from training.runtime.distributed import is_launched_on_cpu
+from training.runtime.hardware import check_kernels
 
 
 def store_and_masking(
@@ -177,6 +178,7 @@ class EvaluateArguments:
 
 def main(arguments: list[str]) -> None:
     (options,) = FlagParser((EvaluateArguments,), __doc__.splitlines()[0], positional="model").parse(arguments)
+    check_kernels()
     options.compare |= bool(options.compare_with or options.compare_documents)
     options.memorization |= bool(options.memorization_texts or options.memorization_span)
     source = (

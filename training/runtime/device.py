@@ -1,7 +1,6 @@
 """Device setup of a run: device, precision, compilation and attention kernel."""
 
 import os
-import re
 import shutil
 import subprocess
 from contextlib import suppress
@@ -19,11 +18,9 @@ from common.errors import Problems, UserError, counted
 from common.limits import free, setting
 from modeling_gpt2scratch import GPT2ScratchConfig
 from training.runtime.compilation import decide_compilation
-from training.runtime.hardware import device_name, peak_flops
+from training.runtime.hardware import check_kernels, device_name, peak_flops
 from training.runtime.launcher import is_alone_by_mistake
 
-# Lowest compute capability of PyTorch's builds for CUDA 13. Torch 2.14 is the last for CUDA 12.6 (pytorch#190385).
-OLDEST_CAPABILITY = (7, 5)
 SHARDING = "ACCELERATE_USE_FSDP"  # variable that the launcher sets
 LONGEST_EAGER = 512  # tokens of context up to which a CPU uses eager attention
 
@@ -95,10 +92,7 @@ class Setup:
 def decide(arguments: DeviceArguments, context: int, mask_documents: bool = False) -> Setup:
     """Decide the setup for this machine and a context in tokens. Raise a `UserError` with all unsupported settings."""
     problems, notes = Problems(), []
-    if torch.cuda.is_available() and torch.version.hip is None:
-        name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-        if not has_kernels(torch.cuda.get_arch_list(), capability):  # the first kernel would fail
-            problems.add(_without_kernels(name, capability))
+    problems.add_of(check_kernels)
     if is_alone_by_mistake():
         problems.add(
             "accelerate launch was asked for several processes but started one, because of --cpu or because there "
@@ -147,25 +141,6 @@ def _has_visible_gpu() -> bool:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False, timeout=10)
         return listing.stdout.startswith(b"GPU ")
     return False
-
-
-def has_kernels(built_for: list[str], capability: tuple[int, int]) -> bool:
-    """Return whether a device can run code built for targets such as `sm_90` or `compute_90`.
-    Binaries (sm_) run on later devices of the major version; compute_ targets are compiled for any later device."""
-    targets = re.findall(r"(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built_for))
-    return any(
-        (int(major), int(minor)) <= capability and (kind == "compute" or int(major) == capability[0])
-        for kind, major, minor in targets
-    )
-
-
-def _without_kernels(name: str, capability: tuple[int, int]) -> str:
-    """Return the error, with its remedy, for a GPU that is too old or too new for this build of PyTorch."""
-    remedy = "update torch"
-    if capability < OLDEST_CAPABILITY:
-        remedy = "install a build for CUDA 12.6, which PyTorch publishes up to 2.14 (pytorch.org/get-started)"
-    version = ".".join(map(str, capability))
-    return f"torch {torch.__version__} has no kernels for {name} (compute capability {version}): {remedy}."
 
 
 def _precision(choice: str) -> str:

@@ -9,12 +9,15 @@ import torch
 import yaml
 
 from common import schema
+from common.errors import UserError
 from common.limits import free
 
 _DATA = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 PRICES_OF, DOLLARS_PER_COLAB_UNIT = _DATA["prices_of"], _DATA["dollars_per_colab_unit"]
 DEFAULT_MFU = _DATA["reported_mfu"]["others"]
 FILLS_A_GPU = 30e6  # weights in matrix products: the MFU that others report does not apply to smaller models
+# Lowest compute capability of PyTorch's builds for CUDA 13. Torch 2.14 is the last for CUDA 12.6 (pytorch#190385).
+OLDEST_CAPABILITY = (7, 5)
 # Words in a device's name that do not affect its speed. Any other word, as in `RTX 4090 Laptop GPU` or
 # `A100-SXM4-40GB MIG 1g.5gb`, makes it a different device.
 NOT_THE_MODEL = re.compile(r"NVIDIA|AMD|TESLA|GEFORCE|INSTINCT|GENERATION|OAM|SXM\d?|HBM3E?|\d+GB")
@@ -59,6 +62,32 @@ class CostArguments:
 def device_model(name: str) -> str:
     """Return the model in a device's name: `NVIDIA A100-SXM4-80GB` -> `A100`."""
     return " ".join(word for word in re.split("[ -]", name.upper()) if not NOT_THE_MODEL.fullmatch(word))
+
+
+def check_kernels() -> None:
+    """Raise a `UserError` with the remedy if this build of PyTorch has no kernels for the GPU: the first would fail."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return
+    capability = torch.cuda.get_device_capability()
+    if has_kernels(torch.cuda.get_arch_list(), capability):
+        return
+    remedy = "update torch"
+    if capability < OLDEST_CAPABILITY:
+        remedy = "install a build for CUDA 12.6, which PyTorch publishes up to 2.14 (pytorch.org/get-started)"
+    raise UserError(
+        f"torch {torch.__version__} has no kernels for {torch.cuda.get_device_name()} (compute capability "
+        f"{'.'.join(map(str, capability))}): {remedy}, or put CUDA_VISIBLE_DEVICES= before the command to use the CPU."
+    )
+
+
+def has_kernels(built_for: list[str], capability: tuple[int, int]) -> bool:
+    """Return whether a device can run code built for targets such as `sm_90` or `compute_90`.
+    Binaries (sm_) run on later devices of the major version; compute_ targets are compiled for any later device."""
+    targets = re.findall(r"(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built_for))
+    return any(
+        (int(major), int(minor)) <= capability and (kind == "compute" or int(major) == capability[0])
+        for kind, major, minor in targets
+    )
 
 
 def device_name(device: torch.device) -> str:
