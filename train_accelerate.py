@@ -6,7 +6,7 @@ python train_accelerate.py --config presets/gpt2.yaml --data data/my
 python train_accelerate.py --resume_from_checkpoint runs/x  # resume from the newest checkpoint
 
 `accelerate launch --quiet --config_file launch/one_gpu.yaml train_accelerate.py` runs the same single process. Without
-a file it uses all GPUs; for several, see the other files of launch/.
+a file it uses that of `accelerate config`, or all GPUs; for several, see the other files of launch/.
 """
 
 # First, so that Ctrl-C or the launcher's death also ends this process during the imports below, which take seconds.

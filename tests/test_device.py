@@ -38,6 +38,14 @@ def test_auto_chooses_eager_attention_on_a_cpu_if_faster(precision, context, att
     assert_user_error("flex_attention, which needs an NVIDIA GPU; use sdpa", decide, flex, context)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests CPU behavior")
+def test_a_precision_of_the_launcher_is_refused_with_its_source(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    sentence = r"accelerate config wrote\) is fp16, .*; use bf16, no or accelerate launch --config_file launch/one_gpu"
+    assert_user_error(sentence, decide, DeviceArguments(), 16)
+    assert_user_error("^mixed_precision is fp16, .* no or auto", decide, DeviceArguments(mixed_precision="fp16"), 16)
+
+
 @pytest.mark.parametrize(("bf16_residual", "expectation"), [(False, torch.float32), (True, torch.bfloat16)])
 def test_bf16_residual_changes_the_residual_stream_but_not_the_weights(bf16_residual, expectation):
     model = build_model(CONFIG, Setup("bf16", False, "sdpa", (), bf16_residual=bf16_residual), 0)

@@ -144,16 +144,18 @@ def _has_visible_gpu() -> bool:
 
 
 def _precision(choice: str) -> str:
-    has_gpu = torch.cuda.is_available()
+    has_gpu, name, remedy = torch.cuda.is_available(), "mixed_precision", "auto"
     if choice == "auto":  # the launcher also exports `no` if the user set nothing
         choice = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").replace("no", "auto")
+        name = "mixed_precision of accelerate launch (a flag, or the file that accelerate config wrote)"
+        remedy = "accelerate launch --config_file launch/one_gpu.yaml"
     if choice not in ("auto", "no", "bf16", "fp16"):
-        raise UserError(f"The launcher's mixed_precision is {choice}; set it to no, bf16 or fp16.")
+        raise UserError(f"{name} is {choice}; set it to no, bf16 or fp16.")
     if choice == "fp16" and not has_gpu:
-        raise UserError("mixed_precision is fp16, which needs a GPU, and none was found; use bf16, no or auto.")
+        raise UserError(f"{name} is fp16, which needs a GPU, and none was found; use bf16, no or {remedy}.")
     if choice == "bf16" and has_gpu and not computes_bf16():
         gpu = torch.cuda.get_device_name()
-        raise UserError(f"mixed_precision is bf16, which {gpu} does not support; use fp16 or auto.")
+        raise UserError(f"{name} is bf16, which {gpu} does not support; use fp16 or {remedy}.")
     if choice != "auto":
         return choice
     if computes_bf16() and not torch.backends.mps.is_available():
