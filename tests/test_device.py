@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import generate
-from conftest import assert_user_error, flags
+from conftest import assert_user_error, error_of, flags
 from modeling_gpt2scratch import GPT2ScratchConfig
 from publishing import demo
 from training import evaluate
@@ -71,6 +71,18 @@ def test_the_setup_of_another_device_follows_its_datasheet_and_the_flags(store, 
     setup = setup_of(read_config(["--plan", *flags(**options)]))
     assert (setup.mixed_precision, setup.torch_compile) == ("fp16", compiles)
     assert (setup.sharding, setup.mask_documents) == (None, False)
+
+
+@pytest.mark.parametrize("device", [{}, {"plan_device": "t4-16gb"}])
+def test_settings_that_no_device_has_are_refused_also_for_another_device(store, device):
+    wrong = {"torch_compile_mode": "max-autotun", "attn_implementation": "flash_attn", "torch_compile": "yess"}
+    wrong |= {"bf16_residual": "true", "mixed_precision": "no"}
+    config = read_config(["--plan", *flags(data=store.folder, **device, **wrong)])
+    problems = error_of(setup_of, config).splitlines()
+    assert [line.split()[0] for line in problems] == [
+        *("torch_compile_mode", "torch_compile", "bf16_residual", "attn_implementation")
+    ]
+    assert problems[1] == "torch_compile is 'yess'; it must be true, false or auto."
 
 
 def test_the_setup_of_another_device_has_the_shards_of_the_launcher_and_the_mask(store, monkeypatch):

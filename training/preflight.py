@@ -63,6 +63,7 @@ def setup_of(config: TrainConfig) -> Setup:
         raise UserError(f"mixed_precision is bf16, which a {rental.name} does not support; use fp16 or auto.")
     attention = config.device.attn_implementation
     settings = {"mixed_precision": best if precision == "auto" else precision}
+    Problems(config.device.problems(settings["mixed_precision"])).refuse()
     settings["attn_implementation"] = "sdpa" if attention == "auto" else attention
     settings["torch_compile"] = config.device.torch_compile.lower() != "false"
     return Setup(sharding=sharding(), mask_documents=config.batch.mask_documents, **vars(config.device) | settings)

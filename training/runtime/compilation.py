@@ -48,13 +48,8 @@ ELF = struct.Struct("<16s2HI3QI6H")  # header of a 64-bit file
 decompositions.pop(torch.ops.aten.embedding_dense_backward.default, None)
 
 
-def decide_compilation(choice: str, mode: str | None, notes: list[str]) -> bool:
+def decide_compilation(choice: str, notes: list[str]) -> bool:
     """Return whether to compile. With `auto`, add the reason for not compiling to `notes`."""
-    modes = list(torch._inductor.list_mode_options())
-    if mode is not None and mode not in modes:
-        raise UserError(f"torch_compile_mode is {mode!r}; it must be one of {', '.join(modes)}.")
-    if choice.lower() not in ("auto", "true", "false"):
-        raise UserError(f"torch_compile is {choice!r}; it must be true, false or auto.")
     if choice.lower() == "false":
         return False
     problem = _missing_to_compile()

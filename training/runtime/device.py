@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -48,6 +49,22 @@ class DeviceArguments:
         "Use only deterministic kernels, so that GPU runs are bit-identical when repeated; slower. CPU runs are "
         "bit-identical without it.",
     )
+
+    def problems(self, precision: str | None) -> Iterator[str]:
+        """Yield the problems on any device. `precision`: the resolved `mixed_precision`, or None if it is refused."""
+        modes = list(torch._inductor.list_mode_options())
+        if self.torch_compile_mode is not None and self.torch_compile_mode not in modes:
+            yield f"torch_compile_mode is {self.torch_compile_mode!r}; it must be one of {', '.join(modes)}."
+        if self.torch_compile.lower() not in ("auto", "true", "false"):
+            yield f"torch_compile is {self.torch_compile!r}; it must be true, false or auto."
+        if self.bf16_residual and precision not in ("bf16", None):
+            yield f"bf16_residual needs mixed_precision bf16, but it is {precision}; leave out one of the two."
+        choice = self.attn_implementation
+        names = ["auto", "eager", *(key for key in ALL_ATTENTION_FUNCTIONS.valid_keys() if "paged" not in key)]
+        if choice not in names:
+            yield f"attn_implementation is {choice!r}; it must be one of {', '.join(names)}."
+        if choice.startswith("flash_attention") and precision == "no":
+            yield f"attn_implementation is {choice}, which needs mixed_precision bf16 or fp16; use sdpa."
 
 
 @dataclass(frozen=True)
@@ -106,10 +123,9 @@ def decide(arguments: DeviceArguments, context: int, mask_documents: bool = Fals
             f"{torch.cuda.device_count()} to accelerate launch."
         )
     precision = problems.add_of(_precision, arguments.mixed_precision)
-    if arguments.bf16_residual and precision not in ("bf16", None):
-        problems.add(f"bf16_residual needs mixed_precision bf16, but it is {precision}; leave out one of the two.")
-    problems.add_of(_check_attention, arguments.attn_implementation, precision)
-    compiles = problems.add_of(decide_compilation, arguments.torch_compile, arguments.torch_compile_mode, notes)
+    problems.sentences += arguments.problems(precision)
+    problems.add_of(_check_attention, arguments.attn_implementation)
+    compiles = problems.add_of(decide_compilation, arguments.torch_compile, notes)
     # cuDNN's backward pass with a mask produced NaN at these lengths, so every step would be skipped.
     cudnn_attention = not (mask_documents and context % 128 == 64)
     if torch.cuda.is_available() and not cudnn_attention:
@@ -175,14 +191,9 @@ def computes_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def _check_attention(choice: str, precision: str | None) -> None:
-    names = ["auto", "eager", *(key for key in ALL_ATTENTION_FUNCTIONS.valid_keys() if "paged" not in key)]
-    if choice not in names:
-        raise UserError(f"attn_implementation is {choice!r}; it must be one of {', '.join(names)}.")
+def _check_attention(choice: str) -> None:
     if choice.startswith(("flash_attention", "flex_attention")) and not torch.cuda.is_available():
         raise UserError(f"attn_implementation is {choice}, which needs an NVIDIA GPU; use sdpa.")
-    if choice.startswith("flash_attention") and precision == "no":
-        raise UserError(f"attn_implementation is {choice}, which needs mixed_precision bf16 or fp16; use sdpa.")
     if choice == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError(
             "attn_implementation is flash_attention_2, which is not installed: pip install flash-attn, or use sdpa."
