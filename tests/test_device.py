@@ -17,7 +17,7 @@ from publishing import demo
 from training import evaluate
 from training.config import read_config
 from training.preflight import setup_of
-from training.runtime.device import DeviceArguments, Setup, decide, kernel_of_sdpa
+from training.runtime.device import DeviceArguments, Setup, decide, kernel_of_sdpa, memory_of_others
 from training.runtime.distributed import interface_to
 from training.runtime.hardware import has_kernels
 from training.step.loss import NextTokenLoss
@@ -165,6 +165,15 @@ def test_threads_spin_only_shortly_unless_the_user_chose(launch):
     code = "import os, training.runtime.threads; print(os.environ.get('GOMP_SPINCOUNT'))"
     chosen = ({}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "7"})
     assert [launch("-c", code, **environment).stdout.strip() for environment in chosen] == ["1000", "None", "7"]
+
+
+@pytest.mark.parametrize(
+    ("total", "used", "is_reported"), [(4e9, 0.5e9, False), (4e9, 1.1e9, True), (80e9, 7e9, False), (80e9, 9e9, True)]
+)
+def test_memory_of_cuda_itself_is_not_that_of_other_processes(monkeypatch, total, used, is_reported):
+    for name, value in {"is_available": True, "mem_get_info": (total - used, total), "memory_reserved": 0}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert bool(memory_of_others()) is is_reported
 
 
 @pytest.mark.parametrize(("choice", "visible"), [("True", ""), ("1", ""), ("False", "0"), (None, "0")])

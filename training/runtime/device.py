@@ -221,12 +221,12 @@ def keep_accelerate_from_sharding() -> None:
 
 
 def memory_of_others() -> str:
-    """Return a message if other processes use a tenth of the GPU's memory or more, otherwise an empty string."""
+    """Return a message if other processes use a tenth of the GPU's memory and 1 GB, otherwise an empty string."""
     if not torch.cuda.is_available():
         return ""
     free, total = torch.cuda.mem_get_info()
     n_bytes = total - free - torch.cuda.memory_reserved()
-    if n_bytes < total / 10:  # includes about 0.5 GB of CUDA itself
+    if n_bytes < max(total / 10, 1e9):  # includes about 0.5 GB of CUDA itself
         return ""
     return (
         f"{n_bytes / 1e9:.0f} of {total / 1e9:.0f} GB of the GPU are in use by other processes (nvidia-smi lists "
