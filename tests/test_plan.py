@@ -19,6 +19,7 @@ from training.data.batches import BatchPlan, DataPosition, WindowOrder
 from training.plan.plan import LengthArguments, Plan, steps_of
 from training.preflight import check
 from training.runtime import compilation
+from training.runtime.device import Setup
 from training.runtime.hardware import reported_mfu
 from training.step.optim import usual_learning_rate
 
@@ -243,6 +244,17 @@ def test_plan_gives_advice(store, tmp_path, capsys):
     about = [line.split()[1] for line in output.splitlines() if line.startswith("Advice:")]
     assert about == ["torch_compile", "attn_pdrop", "learning_rate", "warmup_steps", "Validations"]
     assert "Time:    not measured, because --plan_steps is 0." in output
+
+
+def test_advice_is_possible_on_the_device(store, tmp_path, capsys, monkeypatch):
+    for choice in ("false", "auto"):
+        monkeypatch.setattr("training.budget.forecast.setup_of", lambda config: Setup("no", False, "sdpa"))
+        output = planned(store, tmp_path, capsys, plan_device="t4-16gb", torch_compile=choice)
+        assert ("torch_compile is off; " in output) is (choice == "false")
+        assert "mixed_precision is no; auto computes in half precision" in output
+    monkeypatch.undo()
+    monkeypatch.setattr("training.budget.forecast.uses_mps", lambda: True)  # whose kernels PyTorch does not report
+    assert "attn_pdrop is 0.1" not in planned(store, tmp_path, capsys, plan_steps=0, attn_pdrop=0.1)
 
 
 @pytest.mark.skipif(bool(compilation._missing_to_compile()), reason="needs a C++ compiler")

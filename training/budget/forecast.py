@@ -31,7 +31,7 @@ from training.preflight import make_plan, recorded_data, setup_of
 from training.report.report import environment
 from training.runtime.compilation import SHORT_VALIDATION, is_automatic, pays_off
 from training.runtime.console import printer
-from training.runtime.device import Setup, describe, kernel_of_sdpa, memory_of_others
+from training.runtime.device import Setup, describe, kernel_of_sdpa, memory_of_others, uses_mps
 from training.runtime.distributed import on_main, start_accelerator
 from training.runtime.hardware import FILLS_A_GPU, RENTALS, device_name
 from training.step.optim import MUON_RATES, usual_learning_rate
@@ -205,13 +205,13 @@ def advice(forecast: Forecast) -> Iterator[str]:
     config, plan, setup = forecast.config, forecast.plan, forecast.plan.memory.setup
     batches, model, N, on_gpu = plan.batches, plan.model, size_of(plan.model).products, plan.memory.on_gpu
     is_here = config.cost.plan_device is None
-    if not setup.torch_compile and (on_gpu or (shutil.which("g++") and not is_automatic(config.device.torch_compile))):
-        yield "torch_compile is off; compiled steps are faster, by far on a GPU."
+    if not (setup.torch_compile or is_automatic(config.device.torch_compile)) and (on_gpu or shutil.which("g++")):
+        yield "torch_compile is off; compiled steps are faster, by far on a GPU."  # with auto, a note has the reason
     if on_gpu and setup.mixed_precision == "no":
-        yield "mixed_precision is no, so tensor cores use TF32 at best; bf16 is about twice as fast."
+        yield "mixed_precision is no; auto computes in half precision, which is faster on tensor cores."
     if is_here and on_gpu and (processes := memory_of_others()):
         yield f"{processes}."
-    if is_here and setup.attention(model.n_positions) == "sdpa":
+    if is_here and setup.attention(model.n_positions) == "sdpa" and not uses_mps():
         yield from _attention_advice(torch.device("cuda" if on_gpu else "cpu"), setup, model)
     rate, usual = config.optim.learning_rate, usual_learning_rate(N)
     source = f"for models of {N / 1e6:,.1f}M parameters (Kaplan et al. 2020)"
