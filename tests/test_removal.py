@@ -276,6 +276,12 @@ def test_a_mark_that_could_not_be_written_is_no_file_of_a_user(tmp_path):
     assert not may_hold_run(RunFolder(tmp_path / "run"))
 
 
+@pytest.mark.parametrize("name", ["run", "run[1]"])
+def test_a_folder_with_only_its_lock_may_hold_a_run(tmp_path, name):
+    write(tmp_path / name, f".{name}.lock")
+    assert may_hold_run(RunFolder(tmp_path / name))
+
+
 def test_a_killed_removal_is_completed(tmp_path):
     write(tmp_path / ".x.removed", "a.bin", "mine.txt")
     write(tmp_path / "x", "a.bin")

@@ -22,6 +22,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from shlex import quote
 
@@ -187,7 +188,7 @@ def may_hold_run(folder: RunFolder) -> bool:
     hold a run, or must hold only a lock and files that systems and version control put into empty folders."""
     if not folder.path.is_dir():
         return not folder.path.exists()
-    names = (*EMPTY, f".{folder.path.resolve().name}.lock*")
+    names = (*EMPTY, f".{escape(folder.path.resolve().name)}.lock*")
     return folder.is_run() or all(is_known(path.name, names) for path in folder.path.iterdir())
 
 
