@@ -20,6 +20,7 @@ from training.config import read_config
 from training.log.speed import Speed, in_words, peak_memory
 from training.preflight import make_plan, setup_of
 from training.report.facts import begin_report
+from training.report.plots import plot_loss
 from training.report.report import write_report
 from training.runtime.device import Setup, describe
 
@@ -193,3 +194,9 @@ ENTRY = {"step": 1, "loss": 3.0, "tokens": 64, "learning_rate": 1e-3}
 def test_a_broken_matplotlib_does_not_end_a_run(launch):
     lines_on_screen = launch("-c", PLOTS % [ENTRY], MPLBACKEND="nothing")
     assert (lines_on_screen.stdout, lines_on_screen.stderr) == ("False\n", "")
+
+
+def test_plots_do_not_use_the_latex_of_a_users_settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.importorskip("matplotlib").rc_context({"text.usetex": True}):
+        assert plot_loss([ENTRY], {1: 1}, tmp_path / "loss.png")

@@ -25,6 +25,7 @@ STYLE = {
     "axes.grid": True,
     "grid.alpha": 0.25,
     "axes.titlesize": "medium",
+    "text.usetex": False,  # of a user's matplotlibrc; LaTeX may be missing
     "text.parse_math": False,  # a name may have two dollar signs
     "lines.linewidth": 1.2,
     "legend.frameon": False,
