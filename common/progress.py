@@ -16,5 +16,6 @@ def track(items: Iterable[Item], label: str, is_shown: bool, total: int | None =
     """Return `items` with a progress bar on stderr, if that is a terminal and `is_shown`. `total`: their number, if
     they have no length."""
     console = Console(stderr=True)
-    is_hidden = IN_NOTEBOOK or not (is_shown and console.is_terminal)
+    is_terminal = console.is_terminal and console.file.isatty()  # rich takes any file for one if FORCE_COLOR is set
+    is_hidden = IN_NOTEBOOK or not (is_shown and is_terminal)
     return progress.track(items, label, total, console=console, transient=True, disable=is_hidden)

@@ -120,4 +120,6 @@ def test_a_dumb_terminal_gets_lines():
 
 
 def test_files_and_other_encodings_get_plain_lines(launch):
+    track = "from common.progress import track\nlist(track('ab', 'Reading', True))"
+    assert launch("-c", track, FORCE_COLOR="1").stderr == ""
     assert launch("-c", IS_LIVE, FORCE_COLOR="1", PYTHONIOENCODING="ascii").stdout == "? False\n"
