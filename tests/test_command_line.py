@@ -102,6 +102,12 @@ def test_the_home_folder_is_found_in_flags_and_files(yaml, monkeypatch, tmp_path
     assert (config.run.output_dir, config.backup.backup_dir) == (f"{tmp_path}/runs/my", f"{tmp_path}/drive")
 
 
+def test_the_path_of_the_data_keeps_its_folders():
+    """After a link, `..` is the folder around the linked one."""
+    paths = {"link/../my.txt": "link/../my.txt", "./books//": "books", "/x/*.txt": "/x/*.txt"}
+    assert {path: read_config(["--data", path]).data.data for path in paths} == paths
+
+
 def test_a_resumed_run_has_only_its_own_file(yaml, finished):
     sentence = f"{finished} has its own config.yaml; leave out --config and override settings with flags"
     for content, more in (

@@ -257,7 +257,7 @@ def _given(flags: dict[str, Any], file: dict[str, Any]) -> TrainConfig:
     values = file | flags
     if values.get("data") is None:
         raise UserError("No training data is named: set --data to a text file, a folder or a token store.")
-    values["data"] = os.path.normpath(values["data"])
+    values["data"] = str(Path(values["data"]))  # keeps `..`, which may follow a link
     source = "file" if (FILES | {"init_from"}) & flags.keys() else "quickstart"
     sources = {name: source for name, value in file.items() if value is not None}
     in_file = frozenset(sources) if source == "file" else frozenset()
