@@ -82,7 +82,7 @@ class FlagParser:
         problems, path, file = Problems(), None, {}
         flags = self._read_arguments(arguments, problems)
         try:
-            path = Path(flags["config"]) if "config" in flags else default_file(flags)
+            path = Path(os.path.expanduser(flags["config"])) if "config" in flags else default_file(flags)
             file = self._read_file(path, problems) if path is not None else {}
         except UserError as error:
             problems.add(str(error), "config")

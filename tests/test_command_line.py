@@ -98,7 +98,7 @@ def test_a_flag_for_the_run_length_replaces_all_lengths_of_the_file(yaml, length
 def test_the_home_folder_is_found_in_flags_and_files(yaml, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     file = yaml("data: ~/my.txt\noutput_dir: ~/runs/my\n")
-    config = read_config(["--config", file, "--backup_dir=~/drive"])
+    config = read_config([f"--config=~/{Path(file).relative_to(tmp_path)}", "--backup_dir=~/drive"])
     assert (config.run.output_dir, config.backup.backup_dir) == (f"{tmp_path}/runs/my", f"{tmp_path}/drive")
 
 

@@ -30,7 +30,7 @@ from modeling_gpt2scratch.loading import ModelError, arrange_weights
 from modeling_gpt2scratch.prompts import chat_ids, end_tokens, turn_end
 from tokenizer.corpus.chat import ChatTemplate
 from tokenizer.encoding.vocabulary import character_tokenizer
-from training.checkpoints.loading import check_store, load_any_model
+from training.checkpoints.loading import check_store, find_model, load_any_model
 from training.evaluation.sampling import (
     SamplingArguments,
     TextStream,
@@ -48,6 +48,11 @@ def written(capsys, model, *options: str, prompt: str = "The", number: int = 24)
 
 
 GREEDY = ("--temperature", "0")
+
+
+def test_a_model_in_the_home_folder_is_found(run, monkeypatch):
+    monkeypatch.setenv("HOME", str(run.parent))
+    assert find_model(f"~/{run.name}") == str(run / "model")
 
 
 def test_greedy_text_matches_transformers_also_for_several_continuations(run, capsys):

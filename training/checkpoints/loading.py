@@ -21,7 +21,7 @@ from training.checkpoints.run_folder import CONFIG_FILE, RunFolder, find_checkpo
 def find_model(name: str) -> str:
     """Return the model folder or Hub id to load for a run folder, a checkpoint, a model folder or a Hub id. Raise a
     `UserError` if there is no model, or the Hub cannot be reached."""
-    path = Path(name)
+    path = Path(os.path.expanduser(name))
     for candidate in (path / "model", path):
         if (candidate / loading.CONFIG).is_file() or (candidate / loading.ADAPTER).is_file():
             return str(candidate)
