@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,14 +10,21 @@ from functorch.compile import make_boxed_func
 from torch._inductor.compile_fx import compile_fx
 
 from common import machine
-from conftest import MODERN
+from conftest import MODERN, assert_user_error
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
+from training.checkpoints import saver
 from training.plan.memory import Memory
 from training.runtime.device import Setup
 from training.step.loss import NextTokenLoss
 
 GIB = 2**30
 HALF = Setup("bf16", False, "sdpa", ())
+
+
+def test_a_gpu_run_is_refused_if_the_copy_for_checkpoints_does_not_fit(monkeypatch):
+    monkeypatch.setattr(saver, "free_memory", lambda: 4095)
+    of_a_gpu = SimpleNamespace(n_bytes=4096, accelerator=SimpleNamespace(device=torch.device("cuda")))
+    assert_user_error(r"too little memory \(not GPU memory\) for the copy", saver.Saver._make_room, of_a_gpu, {})
 
 
 def partition(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]):

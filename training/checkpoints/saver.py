@@ -19,6 +19,7 @@ from functools import partial
 import torch
 
 from common.errors import UserError, as_os_error, require_room
+from common.machine import free_memory
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from modeling_gpt2scratch.prompts import add_turn_end
 from training.checkpoints import checkpoint
@@ -133,9 +134,12 @@ class Saver(AbstractContextManager):
         """Allocate the memory of the snapshot and touch it, so that the first save does not wait for the system.
         It is one block, page-locked for a GPU: `pin_memory` would round each tensor up to a power of two, 1.5 to 1.7
         times."""
+        on_gpu = self.accelerator.device.type == "cuda"
         try:
+            if on_gpu and self.n_bytes > free_memory():  # Linux would grant it, and kill the run later
+                raise MemoryError
             block = torch.empty(self.n_bytes // 4, dtype=torch.float32)
-            if self.accelerator.device.type == "cuda":
+            if on_gpu:
                 cuda = torch.cuda.cudart()
                 if cuda.cudaHostRegister(block.data_ptr(), block.nbytes, 0) == cuda.cudaError.success:  # WSL2 limits it
                     weakref.finalize(self, cuda.cudaHostUnregister, block.data_ptr()).atexit = False
