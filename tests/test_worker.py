@@ -147,6 +147,10 @@ def test_spawned_processes_all_start_and_end(monkeypatch):
     with closing(Workers(2)) as workers:
         workers.start(20)
         assert len(workers.processes) == 2
+        for process in workers.processes:
+            os.kill(process.pid, signal.SIGINT)  # Ctrl-C during its imports
+        assert workers.pool.submit(int).result() == 0
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
     wait_until(lambda: not multiprocessing.active_children())
 
 

@@ -303,9 +303,14 @@ class Workers:
             return
         children, context = multiprocessing.active_children(), multiprocessing.get_context(START_METHOD)
         self.pool = ProcessPoolExecutor(count, context, _begin)
-        for _ in range(count):  # with fork, the first call starts all of them; with spawn, each starts one
-            self.pool.submit(int)
-        self.processes = set(multiprocessing.active_children()) - set(children)
+        # The processes inherit this: a spawned one imports for seconds before `_begin` ignores Ctrl-C.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for _ in range(count):  # with fork, the first call starts all of them; with spawn, each starts one
+                self.pool.submit(int)
+            self.processes = set(multiprocessing.active_children()) - set(children)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def process(self, folder: Path, units: list[int], limit: Limit = NO_LIMIT) -> Iterator[Part]:
         """Process `units`, each up to the limit, and yield each part when it is done. Without processes, use this one.
