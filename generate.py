@@ -62,7 +62,7 @@ class GenerateArguments:
 
 
 def main(arguments: list[str]) -> None:
-    (options,) = FlagParser((GenerateArguments,), __doc__.splitlines()[0], positional="model").parse(arguments)
+    (options,) = FlagParser((GenerateArguments,), __doc__, positional="model").parse(arguments)
     if options.chat and (options.num_return_sequences > 1 or options.torch_compile):
         raise UserError("num_return_sequences and torch_compile do not apply to a chat; leave them out.")
     check_kernels()

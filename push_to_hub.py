@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
 
         demo.main(arguments)
         return
-    parser = FlagParser((PushArguments, FolderArguments), __doc__.splitlines()[0], positional="run")
+    parser = FlagParser((PushArguments, FolderArguments), __doc__, positional="run")
     push, options = parser.parse(arguments, check=lambda push, options: check_repo_id(push.repo_id))
     folder = find_folder(Path(push.run), push.checkpoint)
     if push.revisions and not is_checkpoint(folder):

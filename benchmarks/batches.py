@@ -78,7 +78,7 @@ def measure(path: Path) -> dict[str, dict[str, float]]:
 
 
 def main(arguments: list[str]) -> None:
-    FlagParser((), __doc__.splitlines()[0]).parse(arguments)
+    FlagParser((), __doc__).parse(arguments)
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         systems = measure(Path(folder) / "train.bin")
     result = {

@@ -90,7 +90,7 @@ class FinetuningArguments:
 
 
 def main(arguments: list[str]) -> None:
-    [options] = FlagParser((FinetuningArguments,), __doc__.splitlines()[0], positional="run").parse(arguments)
+    [options] = FlagParser((FinetuningArguments,), __doc__, positional="run").parse(arguments)
     if missing := [name for name in ("peft", "trl") if find_spec(name) is None]:
         raise UserError(f"Fine-tuning needs {' and '.join(missing)}: run pip install -e '.[finetuning]'")
     found = questions_and_answers()

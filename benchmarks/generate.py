@@ -122,7 +122,7 @@ def compare(folder: str, new_tokens: int, options: GenerateArguments) -> Iterato
 
 
 def main(arguments: list[str]) -> None:
-    (options,) = FlagParser((GenerateArguments,), __doc__.splitlines()[0]).parse(arguments)
+    (options,) = FlagParser((GenerateArguments,), __doc__).parse(arguments)
     transformers.logging.disable_progress_bar()
     started, runs = time.perf_counter(), []
     for name in options.models:

@@ -96,7 +96,7 @@ def metrics_of(folder: Path) -> list[dict]:
 
 
 def main(arguments: list[str]) -> None:
-    (options,) = FlagParser((KillsArguments,), __doc__.splitlines()[0]).parse(arguments)
+    (options,) = FlagParser((KillsArguments,), __doc__).parse(arguments)
     chance = random.Random(options.seed)
     with tempfile.TemporaryDirectory() as scratch:
         text = Path(scratch) / "text.txt"

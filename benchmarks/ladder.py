@@ -52,7 +52,7 @@ WITH_ONE_MORE = {"bf16 residual stream": Rung(bf16_residual=True)}
 
 
 def main(arguments: list[str]) -> None:
-    options, measurement = FlagParser((ContestArguments, Measurement), __doc__.splitlines()[0]).parse(arguments)
+    options, measurement = FlagParser((ContestArguments, Measurement), __doc__).parse(arguments)
     workload = Workload.of_preset(options.preset, options.sequences, dropout=0.0)
     groups = {"ladder": LADDER, "without_one": WITHOUT_ONE, "with_one_more": WITH_ONE_MORE}
     entered = {

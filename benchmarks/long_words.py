@@ -74,7 +74,7 @@ def verify(text: str, store: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    FlagParser((), __doc__.splitlines()[0]).parse(arguments)
+    FlagParser((), __doc__).parse(arguments)
     with tempfile.TemporaryDirectory() as folder:
         runs = {kind: {f"{mb} MB": made(kind, mb, Path(folder)) for mb in MEGABYTES} for kind in TEXTS}
     print(json.dumps(runs, indent=2))

@@ -107,7 +107,7 @@ def page() -> str:
 
 
 def main(arguments: list[str]) -> None:
-    FlagParser((), __doc__.splitlines()[0]).parse(arguments)
+    FlagParser((), __doc__).parse(arguments)
     write_page("performance.md", page())
     for path, result in results("ladder"):
         draw_ladder(result, DOCS / f"{path.stem}.png")

@@ -24,7 +24,7 @@ ESTIMATES = re.compile(
 
 
 def main(arguments: list[str]) -> None:
-    FlagParser((), __doc__.splitlines()[0]).parse(arguments)
+    FlagParser((), __doc__).parse(arguments)
     launch([])  # warm-up: tokenizes the text and loads the imports into the page cache
     runs = {}
     for name, flags in RUNS.items():

@@ -245,7 +245,7 @@ def check_identical(store: Path, reference: Path) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    (options,) = FlagParser((PretokenizeArguments,), __doc__.splitlines()[0]).parse(arguments)
+    (options,) = FlagParser((PretokenizeArguments,), __doc__).parse(arguments)
     runs = []
     for num_proc in sorted(set(options.num_proc)):
         with tempfile.TemporaryDirectory() as folder:

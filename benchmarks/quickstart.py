@@ -20,7 +20,7 @@ from training.checkpoints.metrics import read_metrics
 
 
 def main(arguments: list[str]) -> None:
-    FlagParser((), __doc__.splitlines()[0]).parse(arguments)
+    FlagParser((), __doc__).parse(arguments)
     with tempfile.TemporaryDirectory() as folder:
         # No warm caches: text is tokenized and graphs are compiled as in a fresh clone on a new machine.
         clone = Path(folder) / "clone"

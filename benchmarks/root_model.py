@@ -181,7 +181,7 @@ def comparison(record: dict[str, Any], again: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    (options,) = FlagParser((RootModelArguments,), __doc__.splitlines()[0]).parse(arguments)
+    (options,) = FlagParser((RootModelArguments,), __doc__).parse(arguments)
     if options.check:
         print(comparison(schema.read(RESULTS / f"{NAME}.json")["first_steps"], first_steps()))
     else:

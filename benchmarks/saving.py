@@ -29,7 +29,7 @@ class SavingArguments:
 
 
 def main(arguments: list[str]) -> None:
-    (options,) = FlagParser((SavingArguments,), __doc__.splitlines()[0]).parse(arguments)
+    (options,) = FlagParser((SavingArguments,), __doc__).parse(arguments)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"
         settings = {

@@ -130,7 +130,7 @@ def law(family: str, found: dict[str, Run]) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> None:
-    (options,) = command_line.FlagParser((ScalingArguments,), __doc__.splitlines()[0]).parse(arguments)
+    (options,) = command_line.FlagParser((ScalingArguments,), __doc__).parse(arguments)
     head, found = read_runs(PATH, "run")
     head = head or about("scaling", arguments) | {"data": "python-standard-library", "vocab_size": VOCAB_SIZE}
     runs = [run for family in LADDER for run in ladder(family)]

@@ -77,7 +77,7 @@ def measure(arms: dict[str, dict[str, Any]], run: dict[str, Any], folder: Path) 
 
 
 def main(arguments: list[str]) -> None:
-    (options,) = command_line.FlagParser((SmallDataArguments,), __doc__.splitlines()[0]).parse(arguments)
+    (options,) = command_line.FlagParser((SmallDataArguments,), __doc__).parse(arguments)
     if options.workers:
         train_missing(options, arguments)
     write_page("small_data.md", page())

@@ -98,7 +98,7 @@ def settings_file(settings: Any, source: str, path: Path) -> Path:
 
 
 def main(arguments: list[str]) -> None:
-    (options,) = FlagParser((SpeedrunArguments,), __doc__.splitlines()[0]).parse(arguments)
+    (options,) = FlagParser((SpeedrunArguments,), __doc__).parse(arguments)
     if (options.output is None) == (options.verify is None) or (options.verify and options.settings):
         raise UserError("Name --output for a new entry, with --settings if you like, or --verify for an entry.")
     entry = read_entry(Path(options.verify)) if options.verify else None

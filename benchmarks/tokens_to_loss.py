@@ -257,7 +257,7 @@ def begin(options: ProofArguments, arguments: list[str]) -> dict[str, Any]:
 
 
 def main(arguments: list[str]) -> None:
-    (options,) = command_line.FlagParser((ProofArguments,), __doc__.splitlines()[0]).parse(arguments)
+    (options,) = command_line.FlagParser((ProofArguments,), __doc__).parse(arguments)
     chosen = {name: getattr(options, name) for name in ("seed", "tokens")}
     suffix = "".join(f"-{name}{value}" for name, value in chosen.items() if value != getattr(ProofArguments, name))
     path = results.RESULTS / f"tokens-to-loss-{name_of(options.data)}{suffix}-{device_kind()}.jsonl"

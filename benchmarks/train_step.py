@@ -57,7 +57,7 @@ def known_contestants(nanogpt: str | None, on_cpu: bool) -> dict[str, dict[str, 
 
 
 def main(arguments: list[str]) -> None:
-    parser = FlagParser((TrainStepArguments, TrainStepMeasurement), __doc__.splitlines()[0])
+    parser = FlagParser((TrainStepArguments, TrainStepMeasurement), __doc__)
     options, measurement = parser.parse(arguments)
     if options.nanogpt is not None and not (Path(options.nanogpt) / "model.py").is_file():
         raise UserError(f"{options.nanogpt} has no model.py: pass the path of a clone of nanoGPT.")

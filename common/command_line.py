@@ -39,12 +39,12 @@ class FlagParser:
     flag."""
 
     def __init__(
-        self, kinds: Iterable[type], description: str, positional: str | None = None, main: tuple[str, ...] = ()
+        self, kinds: Iterable[type], doc: str | None, positional: str | None = None, main: tuple[str, ...] = ()
     ):
-        """Add a flag for each field of the dataclasses.
+        """Add a flag for each field of the dataclasses. `doc`: a module's docstring, None with -OO.
         `positional` names the field that a first argument without a flag sets. `main` lists the flags that `--help`
         explains when there are too many to explain all of them."""
-        self.kinds, self.description, self.positional, self.main = tuple(kinds), description, positional, main
+        self.kinds, self.doc, self.positional, self.main = tuple(kinds), doc or "", positional, main
         self.limits = {field.name: field.metadata for kind in self.kinds for field in fields(kind)}
         self.hints = {name: hint for kind in self.kinds for name, hint in get_type_hints(kind).items()}
         self.parser = ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
@@ -223,7 +223,7 @@ class FlagParser:
         groups = {kind.__name__.removesuffix("Arguments"): [f.name for f in fields(kind)] for kind in self.kinds}
         positional = f"[{self.positional.upper()}] " if self.positional else ""
         usage = f"usage: {_program()} {positional}[--config FILE.yaml] [--FLAG VALUE ...]"
-        sections = [textwrap.fill(text, width) for text in (usage, self.description)]
+        sections = [textwrap.fill(text, width) for text in (usage, self.doc.partition("\n")[0])]
         if is_complete:
             sections.append(entry("config"))
             sections += ["\n".join([f"{title}:", *map(entry, names)]) for title, names in groups.items()]

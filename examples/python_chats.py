@@ -108,7 +108,7 @@ def write(folder: Path, found: list[tuple[str, str]]) -> list[Path]:
 
 
 def main(arguments: list[str]) -> None:
-    parser = FlagParser((ChatsArguments,), __doc__.splitlines()[0], positional="folder")
+    parser = FlagParser((ChatsArguments,), __doc__, positional="folder")
     (options,) = parser.parse(arguments, check=ChatsArguments.check)
     path, _ = write(Path(options.folder), questions_and_answers())
     print(f"Next:\n  python -m examples.finetune_chat runs/quickstart --data {shlex.quote(str(path))}")

@@ -100,7 +100,7 @@ class DemoArguments:
 
 
 def main(arguments: list[str]) -> None:
-    parser = FlagParser((DemoArguments,), __doc__.splitlines()[0], positional="models")
+    parser = FlagParser((DemoArguments,), __doc__, positional="models")
     (options,) = parser.parse(arguments, check=DemoArguments.check)
     if options.static is None and find_spec("gradio") is None:
         raise UserError("The demo needs the package gradio: run pip install -e '.[demo]'.")

@@ -246,7 +246,7 @@ class GGUFArguments:
 
 
 def main(arguments: list[str]) -> None:
-    parser = FlagParser((GGUFArguments,), __doc__.splitlines()[0], positional="paths")
+    parser = FlagParser((GGUFArguments,), __doc__, positional="paths")
     (options,) = parser.parse(arguments, check=GGUFArguments.check)
     source, destination = find_model(options.paths[0]), Path(options.paths[1])
     model, tokenizer = load_own_model(source), vocabulary.load(source)

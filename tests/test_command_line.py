@@ -468,6 +468,10 @@ def test_only_commands_of_this_project_handle_ctrl_c_during_imports(tmp_path, sc
     assert subprocess.run([sys.executable, tmp_path / script], check=False, preexec_fn=default).returncode == handles
 
 
+def test_a_command_does_not_need_docstrings(launch):
+    assert launch("-B", "-OO", "-m", "tokenizer.inspect", "--help").stdout.startswith("usage: ")
+
+
 @pytest.mark.parametrize("script", ["generate.py", "train_accelerate.py"])
 def test_ctrl_c_during_the_imports_of_a_command_prints_one_word(spawn, script):
     process = spawn(script, "x", fresh=True)

@@ -26,7 +26,7 @@ class InspectArguments:
 
 
 def main(arguments: list[str]) -> None:
-    (options,) = FlagParser((InspectArguments,), __doc__.splitlines()[0], positional="store").parse(arguments)
+    (options,) = FlagParser((InspectArguments,), __doc__, positional="store").parse(arguments)
     store = TokenStore(options.store)
     if options.document is not None:
         print(printable(decode(store, options.split, options.document), sys.stdout))

@@ -132,7 +132,7 @@ def _names_of_text(*parts) -> list[str]:
 
 def parse(arguments: list[str], given: dict[str, GivenDataset]) -> tuple[PretokenizeArguments, ImportArguments, Recipe]:
     kinds = (CorpusArguments, VocabularyArguments, CleaningArguments, DedupArguments)
-    parser = FlagParser((PretokenizeArguments, ImportArguments, *kinds), __doc__.splitlines()[0], main=MAIN)
+    parser = FlagParser((PretokenizeArguments, ImportArguments, *kinds), __doc__, main=MAIN)
     options, ids, *parts = parser.parse(arguments, check=partial(check, given))
     return options, ids, options.recipe(given, *parts)
 

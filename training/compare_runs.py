@@ -37,7 +37,7 @@ class CompareArguments:
 
 
 def main(arguments: list[str]) -> None:
-    (options,) = FlagParser((CompareArguments,), __doc__.splitlines()[0], positional="runs").parse(arguments)
+    (options,) = FlagParser((CompareArguments,), __doc__, positional="runs").parse(arguments)
     refuse_replacing(Path(options.output))
     problems = Problems()
     folders = [folder for path in options.runs if (folder := problems.add_of(run_of, Path(path)))]

@@ -177,7 +177,7 @@ class EvaluateArguments:
 
 
 def main(arguments: list[str]) -> None:
-    (options,) = FlagParser((EvaluateArguments,), __doc__.splitlines()[0], positional="model").parse(arguments)
+    (options,) = FlagParser((EvaluateArguments,), __doc__, positional="model").parse(arguments)
     check_kernels()
     options.compare |= bool(options.compare_with or options.compare_documents)
     options.memorization |= bool(options.memorization_texts or options.memorization_span)

@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
     sweep_words, flags = [*HELP & set(arguments)], []
     for group in split_flags(arguments):
         (sweep_words if flag_name(group[0]) in SweepArguments.__dataclass_fields__ else flags).extend(group)
-    (options,) = FlagParser((SweepArguments,), __doc__.splitlines()[0]).parse(sweep_words)
+    (options,) = FlagParser((SweepArguments,), __doc__).parse(sweep_words)
     if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise UserError(
             f"A sweep trains each run in one process, but {processes} were started; use python -m training.sweep."

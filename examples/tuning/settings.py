@@ -151,7 +151,7 @@ def start(recipe: Callable[[list[str]], None]) -> None:
 
 def parse(documentation: str, arguments: list[str], *packages: str, kind: type[Tuning] = Tuning) -> Any:
     """Return the settings of the flags; raise a `UserError` with all problems, or if a package is not installed."""
-    parser = FlagParser((kind,), documentation.splitlines()[0], positional="model")
+    parser = FlagParser((kind,), documentation, positional="model")
     (tuning,) = parser.parse(arguments, check=kind.check)
     packages += ("peft",) if tuning.lora_rank else ()
     if missing := [package for package in packages if find_spec(package) is None]:
