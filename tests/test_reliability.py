@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save, save_file
 from test_publishing import card_of
 
 import generate
+import train_accelerate
 from common.removal import mark
 from conftest import (
     ACCELERATE,
@@ -37,6 +38,7 @@ from conftest import (
     lines,
     metrics,
     prose,
+    reset_accelerate,
     status,
     tokenized,
     untimed,
@@ -553,6 +555,13 @@ def test_settings_in_allow_change_may_change(run, train, capsys):
     assert [entry["tokens"] for entry in lines(run / "metrics.jsonl") if "loss" in entry][-3:] == [384, 512, 640]
     state = json.loads((run / "checkpoints" / "step_00000008" / "training_state" / "state.json").read_text())
     assert len(state["losses"]) == 2  # those of another batch are no measure for a spike
+    shutil.rmtree(run / "checkpoints" / "step_00000008")  # as if killed before it was written
+    sentence = "seed changed from 1337 to 2; if this is intended, add --allow_change seed"
+    resume = ["--resume_from_checkpoint", str(run)]
+    assert_user_error(sentence, train_accelerate.main, [*resume, "--seed", "2"])
+    reset_accelerate()
+    train_accelerate.main(resume)  # with the run's own settings
+    assert (run / "checkpoints" / "step_00000008").is_dir()
 
 
 def changes_of(page):

@@ -14,7 +14,8 @@ from common.errors import Problems, UserError
 from common.limits import free
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training.checkpoints.checkpoint import TrainState
-from training.checkpoints.run_folder import run_of
+from training.checkpoints.metrics import read_events
+from training.checkpoints.run_folder import RunFolder, run_of
 from training.data.run_data import find_cached
 from training.step.model import TOKEN_IDS
 from training.step.optim import OptimArguments
@@ -93,13 +94,17 @@ def compare(
     exceptions = settings.allowed | {name for name, meaning in settings.resume.items() if meaning == "free"}
     if "tokenizer" in settings.allowed | differences.keys():  # with another tokenizer, these may change too
         exceptions |= set(TOKEN_IDS)
+    # A run that was ended before its first checkpoint with allowed changes resumes with its own settings.
+    events = read_events(RunFolder(run_of(checkpoint)).events)
+    starts = (event for event in events if event.get("checkpoint") == checkpoint.name)
+    agreed = {sentence for event in starts for sentence in event.get("changes", ())}
     refusals = []
     for name, sentence in differences.items():
         if name in fields and not _has_same_shapes(checkpoint_model, name, new[name]):
             refusals.append(f"{sentence}, so its weights do not fit; start a new run in another --output_dir")
         elif settings.resume.get(name) == "fixed":
             refusals.append(f"{sentence}, so its moments do not fit; start a new run in another --output_dir")
-        elif name in settings.refused.union(fields) - exceptions:
+        elif name in settings.refused.union(fields) - exceptions and sentence not in agreed:
             refusals.append(f"{sentence}; {_remedy(name, old['data'], checkpoint, settings)}")
     if str(checkpoint_model.dtype) not in ("None", "float32", "torch.float32"):
         refusals.append(f"its weights are {checkpoint_model.dtype}, but training needs float32")
