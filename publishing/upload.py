@@ -213,6 +213,7 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
             hub.preupload_lfs_files(**target, additions=additions)  # before the branch exists with the files of main
             hub.create_branch(**target, branch=repository.branch, exist_ok=True)
             is_copy = hub.repo_info(**on_branch).sha == hub.repo_info(**target).sha
+        parent = hub.repo_info(**on_branch).sha  # the Hub refuses the commit if the branch moves during the upload
         names = hub.list_repo_files(**on_branch)
         stale = _own_files(repo_id, {*names} - paths.keys()) if is_model else []
         if is_model and "README.md" in names and not is_copy and _is_edited(_page(repo_id, repository.branch)):
@@ -224,7 +225,8 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
             )
         operations = [CommitOperationAdd(name, path) for name, path in paths.items()]
         operations += [CommitOperationDelete(name) for name in stale]
-        commit = hub.create_commit(operations=operations, commit_message=COMMIT_MESSAGE, **on_branch)
+        message = {"commit_message": COMMIT_MESSAGE, "parent_commit": parent}
+        commit = hub.create_commit(operations=operations, **message, **on_branch)
         if stale:
             print(f"Deleted from {repo_id}, because {folder} lacks them: {', '.join(stale)}.")
         return commit

@@ -279,6 +279,8 @@ class Handler(BaseHTTPRequestHandler):
             value = item["value"]
             if item["key"] == "header":
                 title = value["summary"]
+                if value.get("parentCommit", repository.branches[revision]) != repository.branches[revision]:
+                    return self.answer(412, {"error": "A commit has happened since."})
             elif item["key"] == "file":
                 files[value["path"]] = File(base64.b64decode(value["content"]), False)
             elif item["key"] == "lfsFile":
@@ -286,7 +288,7 @@ class Handler(BaseHTTPRequestHandler):
             elif item["key"] == "deletedFile":
                 del files[value["path"]]
         sha = repository.commit(revision, files, title)
-        self.answer(200, {"commitUrl": f"{self.base}/{PREFIX[kind]}{name}/commit/{sha}", "commitOid": sha})
+        return self.answer(200, {"commitUrl": f"{self.base}/{PREFIX[kind]}{name}/commit/{sha}", "commitOid": sha})
 
     def resolve(self, body: bytes, name: str, revision: str, path: str, prefix: str | None = None) -> None:
         sha, files = self.at((prefix or "models/").rstrip("/"), name, revision)

@@ -10,6 +10,7 @@ import shutil
 import signal
 import warnings
 from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import huggingface_hub
@@ -609,6 +610,18 @@ def test_an_upload_that_lost_its_connection_changes_nothing_and_resumes(folder, 
     hub.cut_uploads = 100
     sentence = r"Could not upload to me/tiny: .*run this command again; files that arrived are not sent"
     assert_user_error(sentence, upload, folder, MINE)
+def test_a_commit_made_during_an_upload_is_kept(folder, hub):
+    hub.hold.clear()
+    with ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(upload, folder, MINE)
+        wait_until(lambda: hub.uploads() or outcome.done())
+        hub["me/tiny"].commit("main", {"README.md": File(b"My words.", False)})
+        hub.hold.set()
+        sentence = str(outcome.exception())
+    assert re.search("Could not upload to me/tiny: the Hub refused: .*412.*; run this command again", sentence)
+    assert hub["me/tiny"].files() == {"README.md": b"My words."}
+
+
     assert hub["me/tiny"].files().keys() == {".gitattributes"}
     hub.cut_uploads = 0
     plot = folder / "loss.png"
