@@ -1,6 +1,7 @@
 """Results for the `model-index` of a model card: of the run's validation, and of lm-eval."""
 
 import json
+import math
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -48,12 +49,13 @@ def harness_results(home: RunFolder, folder: Path) -> list[EvalResult]:
             for entry in harness_entries(content):
                 by_task.setdefault((entry.dataset_name, entry.unique_identifier), []).append(entry)
             is_part = bool(content.get("config", {}).get("limit"))  # of the documents
+            begun = min(path.stat().st_mtime, content.get("date", math.inf))  # the run may save until it ends
         except NONSENSE as error:
             raise UserError(f"{path} is incomplete or damaged; delete it, or run lm_eval again.") from error
         is_own = model == folder.resolve()
         if is_own_model and model == home.model.resolve():  # with these weights, if they are older than the results
             weights = (folder / checkpoints.MANIFEST, home.model / checkpoints.WEIGHTS)
-            is_own = path.stat().st_mtime >= max(file.stat().st_mtime for file in weights)
+            is_own = begun >= max(file.stat().st_mtime for file in weights)
         results |= by_task if is_own and not is_part else {}
     return [*chain.from_iterable(results.values())]
 

@@ -8,9 +8,10 @@ import re
 import resource
 import shutil
 import signal
+import time
 import warnings
-from dataclasses import replace
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -489,6 +490,10 @@ def test_harness_results_on_local_files_do_not_publish_their_paths(a_copy):
     card = card_of(a_copy)
     assert "| mine | acc | 0.5000 |" in card
     assert "secret" not in card
+    for seconds, is_own in ((1, True), (-1, False)):  # begun before the weights were saved: of earlier ones
+        dated = {"n-shot": {"mine": 0}, "lm_eval_version": "0.4", "date": time.time() + seconds * 1e6}
+        results.write_text(json.dumps(content | dated))
+        assert ("| mine | acc | 0.5000 |" in card_of(a_copy)) is is_own
     results.write_text('{"model_name')
     assert_user_error(r"results_1\.json is incomplete or damaged; delete it", card_of, a_copy)
 
@@ -605,11 +610,6 @@ def test_an_edited_card_on_the_hub_is_kept(folder, hub, capsys):
     assert repository.files("step-2")["README.md"] == own_card
 
 
-def test_an_upload_that_lost_its_connection_changes_nothing_and_resumes(folder, hub, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
-    hub.cut_uploads = 100
-    sentence = r"Could not upload to me/tiny: .*run this command again; files that arrived are not sent"
-    assert_user_error(sentence, upload, folder, MINE)
 def test_a_commit_made_during_an_upload_is_kept(folder, hub):
     hub.hold.clear()
     with ThreadPoolExecutor(1) as pool:
@@ -622,6 +622,11 @@ def test_a_commit_made_during_an_upload_is_kept(folder, hub):
     assert hub["me/tiny"].files() == {"README.md": b"My words."}
 
 
+def test_an_upload_that_lost_its_connection_changes_nothing_and_resumes(folder, hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    hub.cut_uploads = 100
+    sentence = r"Could not upload to me/tiny: .*run this command again; files that arrived are not sent"
+    assert_user_error(sentence, upload, folder, MINE)
     assert hub["me/tiny"].files().keys() == {".gitattributes"}
     hub.cut_uploads = 0
     plot = folder / "loss.png"
