@@ -479,6 +479,24 @@ WRONG_TENSORS = [
 def test_tensors_that_no_run_saved_are_refused(tmp_path, tensors, sentence):
     save_file(tensors, tmp_path / "x")
     assert_user_error(sentence, lambda: dict(read_tensors(tmp_path / "x", {"w": torch.Size((4,))})))
+    (tmp_path / "x").unlink()  # by the run that still trains
+    assert_user_error("x cannot be read", lambda: dict(read_tensors(tmp_path / "x", {"w": torch.Size((4,))})))
+
+
+def test_a_run_whose_file_of_settings_is_being_edited_continues(train, tmp_path, monkeypatch, capsys):
+    run, texts = tmp_path / "run", iter(["learning_rate: [0.1", "seed: 1", "data: [x"])
+
+    def schedule(step: int, *_: object) -> float:
+        if step in (1, 4, 7):
+            (run / "config.yaml").write_text(next(texts))
+        return 0.01
+
+    monkeypatch.setattr(train_accelerate, "schedule", schedule)
+    train(run, max_steps=9)
+    output = capsys.readouterr().out
+    assert re.findall(r"step (\d): validation loss", output) == ["3", "6", "9"]
+    assert output.count("WARNING: No report was written: ") == 2
+    assert status(run)["state"] == "finished"
 
 
 def test_user_notes_and_links_in_the_run_folder_are_harmless(run, train, tmp_path):

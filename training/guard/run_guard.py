@@ -163,7 +163,7 @@ class RunGuard:
         if not (self.has_begun and self.run.accelerator.is_main_process):
             return
         if state == "stopped":
-            with suppress(OSError):
+            with suppress(OSError, UserError):
                 write_report(self.run.folder)
         if self.run.backup is not None:
             is_short = state == "failed" and self.run.accelerator.num_processes > 1

@@ -101,7 +101,7 @@ def gather(folder: RunFolder, entries: Entries) -> dict[str, Any]:
     """Gather the facts from the entries of metrics.jsonl and the current files of the run."""
     events = metrics.read_events(folder.events)
     samples, settings = read_samples(folder.samples), read_yaml(folder.config)
-    starts, source = starts_in_force(events), settings.get("init_from")
+    starts, source, text = starts_in_force(events), settings.get("init_from"), settings.get("data", "TEXT")
     if "exclude" in settings:
         settings["exclude"] = list(map(_as_typed, settings["exclude"]))
     environments = [{"step": start["step"], "text": start["environment"]} for start in starts if "environment" in start]
@@ -124,7 +124,7 @@ def gather(folder: RunFolder, entries: Entries) -> dict[str, Any]:
         },
         # The first name: the model may be deleted meanwhile.
         "pretrained": source and (read_facts(folder).get("pretrained") or name_of_model(source)),
-        "command": f"python train_accelerate.py --config config.yaml --data {shlex.quote(_as_typed(settings['data']))}",
+        "command": f"python train_accelerate.py --config config.yaml --data {shlex.quote(_as_typed(text))}",
         # Hardware and libraries, with the step after which each combination was used.
         "environments": [next(group) for _, group in groupby(environments, key=itemgetter("text"))],
         "begins_at": starts[0]["step"] if starts else 0,
@@ -203,7 +203,8 @@ def _noticed(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     noticed = [event for event in events if event["event"] in NOTABLE_EVENTS and event not in earlier]
     if earlier:
         text = f"the last of {len(earlier):,} stops and resumes that only events.jsonl lists"
-        noticed.insert(0, {"event": "earlier", "step": earlier[-1]["step"], "text": text})
+        noticed.append({"event": "earlier", "step": earlier[-1]["step"], "text": text})
+        noticed.sort(key=itemgetter("step"))
     return [event for event in noticed if event["event"] != "spike" or event["z_score"] >= highest[-1]]
 
 

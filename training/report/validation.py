@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import torch
 
+from common.errors import UserError
 from common.terminal import CONTROL
 from training.checkpoints.samples import write_samples
 from training.evaluation.sampling import sample
@@ -52,7 +53,10 @@ class Validation:
         log.write(step, metrics)
         self.write_samples(step, log, prints=is_last)
         if self.run.accelerator.is_main_process:
-            write_report(self.run.folder)
+            try:
+                write_report(self.run.folder)
+            except UserError as problem:  # config.yaml is being edited
+                log.say(f"WARNING: No report was written: {problem}")
 
     def _score(self, limit: int | None, watch: Callable[[float], object]) -> dict[str, float] | None:
         run, loss = self.run, self.train_step.loss

@@ -57,7 +57,7 @@ def read_tensors(path: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple
                 if not tensor.sum().isfinite() and not tensor.isfinite().all():
                     raise UserError(f"{path}: {name} is not finite; resume from another checkpoint.")
                 yield name, tensor
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:  # OSError: another run may have pruned it meanwhile
         raise UserError(f"{path} cannot be read ({error}); resume from another checkpoint.") from error
 
 
