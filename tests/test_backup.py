@@ -259,11 +259,13 @@ def test_checkpoints_of_another_run_are_not_replaced(make, tmp_path):
     assert back_up(new_run, may_replace=True)[0] == ["step_00000001"]  # --overwrite_output_dir
     other_run = write_run(tmp_path / "other" / "x", 2)
     other_run.events.write_text('{"event": "begun", "step": 0, "time": "yesterday"}\n')
-    copies, output = make(other_run, limit=1)
-    copies.begin(2, may_replace=False)  # resumed
-    copies.submit()
-    copies.finish()
-    assert "it is the backup of another run; move that folder away" in output[0]
+    for is_made in (False, True):  # resumed; begun together with the other run, before its first copy was complete
+        copies, output = make(other_run, limit=1)
+        copies.begin(2, may_replace=False)
+        copies.is_made = is_made
+        copies.submit()
+        copies.finish()
+        assert "it is the backup of another run; move that folder away" in output[0]
     assert names(copies.there) == ["step_00000001"]
     for folder in (tmp_path, tmp_path / "x", tmp_path / "x" / "checkpoints"):
         assert "into the run's own folder" in next(BackupArguments(str(folder)).problems(tmp_path / "x"))
