@@ -11,6 +11,7 @@ import numpy as np
 from common.atomic import unfinished_path
 from common.errors import UserError, disk_errors
 from tokenizer.build import report
+from tokenizer.build.output import locked
 from tokenizer.build.recipe import Recipe
 from tokenizer.corpus.files import PACKED_STORE
 from tokenizer.corpus.given import TYPES
@@ -30,13 +31,18 @@ NO_FLAGS = ("input", "tokenizer_json", "chat_template_source", "named_data", "na
 
 def to_archive(store: TokenStore) -> Path:
     """Pack a store into `NAME.tar.zst` next to it, unless it is already there. The same store gives the same bytes."""
+    path = store.folder.with_name(store.folder.name + PACKED_STORE)
+    with locked(store.folder, ".packing", wait=True):
+        if not path.exists():
+            _pack(store, path)
+        elif not _begins_with(path, (store.folder / "metadata.json").read_bytes()):
+            raise UserError(f"{path} exists and is not the packed {store.folder}; move it away or delete it.")
+    return path
+
+
+def _pack(store: TokenStore, path: Path) -> None:
     import zstandard
 
-    path = store.folder.with_name(store.folder.name + PACKED_STORE)
-    if path.exists():
-        if _begins_with(path, (store.folder / "metadata.json").read_bytes()):
-            return path
-        raise UserError(f"{path} exists and is not the packed {store.folder}; move it away or delete it.")
     store.check_hashes()
     compressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL, threads=-1, write_checksum=True)
     with (
@@ -51,7 +57,6 @@ def to_archive(store: TokenStore) -> Path:
             info.size = file.stat().st_size
             with file.open("rb") as content:
                 tar.addfile(info, content)
-    return path
 
 
 def _files_of(store: TokenStore) -> set[Path]:
