@@ -11,11 +11,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from filelock import FileLock
 
-from conftest import assert_user_error, metrics
+from conftest import assert_user_error, metrics, wait_until
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
 from tokenizer.build.recipe import Recipe
-from tokenizer.corpus.units import Corpus, kind_of
+from tokenizer.corpus.units import Corpus, CorpusArguments, kind_of
 from tokenizer.encoding.vocabulary import VocabularyArguments
 from training import evaluate
 from training.data import run_data
@@ -105,6 +106,19 @@ def test_a_text_is_read_by_one_process_and_again_only_if_it_may_have_changed(tmp
     assert find_recorded_store(str(text), "unknown") is None
     rebuilt = next((tmp_path / "cache").glob("*/metadata.json")).parent
     assert find_recorded_store(str(rebuilt), "unknown") is None  # of a run on a store that was built again
+
+
+def test_a_start_says_that_another_process_reads_text(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_data, "CACHE", tmp_path)
+    (tmp_path / "a.txt").write_text("some text")
+    corpus = Corpus([str(tmp_path / "a.txt")], CorpusArguments())
+    path = tmp_path / f"{run_data.TEXT_HASHES}.lock"
+    with ThreadPoolExecutor(1) as pool, FileLock(path) as lock:  # as by a process that was suspended
+        waiting = pool.submit(run_data._text_hash, corpus)
+        wait_until(lambda: "holds" in "".join(capsys.readouterr()))
+        assert not waiting.done()
+        lock.release()
+        assert waiting.result() == corpus.fingerprint()
 
 
 def test_a_text_is_named_by_how_it_is_read_and_refused_if_it_changes_meanwhile(tmp_path, monkeypatch):
