@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -53,18 +54,20 @@ def measure_missing(
     hours: float = math.inf,
 ) -> None:
     """Add the runs of `plan` that are not in `found` to it and to the file. Start none after `hours`."""
-    end = time.monotonic() + 3600 * hours
+    end, lock = time.monotonic() + 3600 * hours, threading.Lock()
 
     def work(run: dict[str, Any]) -> None:
         if time.monotonic() < end:
             with tempfile.TemporaryDirectory() as scratch:
-                found[key(run)] = measure(run, Path(scratch) / "run")
-            write_runs(path, head, found)
-            print(json.dumps(found[key(run)]), flush=True)
+                result = measure(run, Path(scratch) / "run")
+            with lock:  # the file has one draft
+                found[key(run)] = result
+                write_runs(path, head, found)
+            print(json.dumps(result), flush=True)
 
     missing = {key(run): run for run in plan if key(run) not in found}
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(work, missing.values()))  # raises the error of a failed run, after the others are kept
+        list(pool.map(work, missing.values()))  # raises the error of a failed run; those that have begun are kept
 
 
 def token_store(name: str, text: str, **settings: Any) -> Path:

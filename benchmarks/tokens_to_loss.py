@@ -27,7 +27,7 @@ from benchmarks.performance import DOCS, measured_on, table, with_results, write
 from benchmarks.results import device_kind, key, read_runs, require_same_conditions
 from benchmarks.runs import measure_missing, token_store, train
 from common import command_line
-from common.errors import UserError
+from common.errors import UserError, counted
 from common.limits import setting
 from tokenizer.store.store import read_metadata
 from training.checkpoints.metrics import comparable_loss, seconds_until
@@ -272,7 +272,7 @@ def main(arguments: list[str]) -> None:
             break
         store = store_of(options.data)
         require_same_conditions(path, head, sha256=read_metadata(store).train.sha256)
-        print(f"{stage.title}: {len(missing)} runs are left")
+        print(f"{stage.title}: {counted(len(missing), 'run')} left")
         measure_missing(path, head, found, batch, partial(measure, store), options.workers)
     for path in sorted(results.RESULTS.glob(FILES)):
         head, found = read_runs(path, "settings")

@@ -102,9 +102,12 @@ def test_the_home_folder_is_found_in_flags_and_files(yaml, monkeypatch, tmp_path
     assert (config.run.output_dir, config.backup.backup_dir) == (f"{tmp_path}/runs/my", f"{tmp_path}/drive")
 
 
-def test_the_path_of_the_data_keeps_its_folders():
+def test_the_path_of_the_data_keeps_its_folders(tmp_path, monkeypatch):
     """After a link, `..` is the folder around the linked one."""
-    paths = {"link/../my.txt": "link/../my.txt", "./books//": "books", "/x/*.txt": "/x/*.txt"}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("a/b")
+    paths = {"link/../my.txt": "link/../my.txt", "a/../my.txt": "my.txt", "./books//": "books", "/x/*.txt": "/x/*.txt"}
     assert {path: read_config(["--data", path]).data.data for path in paths} == paths
 
 

@@ -356,6 +356,10 @@ def test_units_group_small_files_and_divide_large_ones(tmp_path, monkeypatch):
         [("f.json", 0, None)],
     ]
     names = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt", "f.json")]  # as a shell expands a pattern
+    packed = [tmp_path / "packed" / name for name in ("g.txt.gz", "h.txt.gz")]  # of more text than their size
+    for path in packed:
+        write(path, gzip.compress(b"words " * 1000))
+    assert ranges(Corpus(list(map(str, packed)), CorpusArguments())) == [[(path.name, 0, None)] for path in packed]
     weighted = Corpus(list(map(str, names)), CorpusArguments(), [1, 1, 2, 2])
     assert ranges(weighted) == [
         [("a.txt", 0, None), ("b.txt", 0, None)],

@@ -176,7 +176,7 @@ def test_memory_of_cuda_itself_is_not_that_of_other_processes(monkeypatch, total
     assert bool(memory_of_others()) is is_reported
 
 
-@pytest.mark.parametrize(("choice", "visible"), [("True", ""), ("1", ""), ("False", "0"), (None, "0")])
+@pytest.mark.parametrize(("choice", "visible"), [("True", "-1"), ("1", "-1"), ("False", "0"), (None, "0")])
 def test_a_gpu_is_not_used_if_the_launcher_is_asked_for_the_cpu(launch, choice, visible):
     code = "import os, training.runtime.threads; print(repr(os.environ.get('CUDA_VISIBLE_DEVICES')))"
     asked = {"ACCELERATE_USE_CPU": choice, "CUDA_VISIBLE_DEVICES": "0"}

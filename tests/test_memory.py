@@ -23,6 +23,7 @@ HALF = Setup("bf16", False, "sdpa", ())
 
 def test_a_gpu_run_is_refused_if_the_copy_for_checkpoints_does_not_fit(monkeypatch):
     monkeypatch.setattr(saver, "free_memory", lambda: 4095)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: pytest.fail("memory was allocated"))
     of_a_gpu = SimpleNamespace(n_bytes=4096, accelerator=SimpleNamespace(device=torch.device("cuda")))
     assert_user_error(r"too little memory \(not GPU memory\) for the copy", saver.Saver._make_room, of_a_gpu, {})
 

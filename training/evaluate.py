@@ -13,6 +13,7 @@ import training.runtime.threads  # noqa: F401  (first: torch reads its settings;
 import json
 import logging
 import math
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -179,6 +180,7 @@ class EvaluateArguments:
 def main(arguments: list[str]) -> None:
     (options,) = FlagParser((EvaluateArguments,), __doc__, positional="model").parse(arguments)
     check_kernels()
+    options.model = options.model and os.path.expanduser(options.model)
     options.compare |= bool(options.compare_with or options.compare_documents)
     options.memorization |= bool(options.memorization_texts or options.memorization_span)
     source = (

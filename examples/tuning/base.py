@@ -19,6 +19,7 @@ from tokenizer.store.store import TokenStore
 from training.checkpoints.loading import check_store, find_model, load_any_model
 from training.evaluate import store_and_masking
 from training.evaluation.scoring import eval_metrics
+from training.runtime.hardware import check_kernels
 
 ORIGINAL_WINDOWS = 200  # of the original validation text, each of one context
 WINDOWS_AT_ONCE = 1000  # Arrow needs 8 bytes per id, and Python lists 100
@@ -78,6 +79,7 @@ class OriginalText:
 def load(tuning: Tuning) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, OriginalText]:
     """Load the model in fp32, its tokenizer and its original text; set the options that `tuning` leaves open.
     Raise a `UserError` if the model cannot be loaded, or requested original text is missing or of another tokenizer."""
+    check_kernels()
     source = find_model(tuning.model)
     model, tokenizer = load_any_model(source, torch.float32)
     record = record_of(tuning)

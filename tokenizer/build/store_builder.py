@@ -368,12 +368,17 @@ class Sample:
         size = corpus.text_size + sum(fact.num_bytes or 0 for fact in facts)
         size = int(min(size, len(units) * UNIT_BYTES))  # less than the text if a packed file or a shard is one unit
         step = max(1, size // arguments.sample_bytes, len(units) // SAMPLED_UNITS)
-        self.units = units if self.is_all else units[::step]
-        self.bytes_of_unit = math.inf if self.is_all else arguments.sample_bytes // max(1, len(self.units)) + 1
+        # After the units of a step, the others follow if these have too little text: the size that a dataset states is
+        # that of all columns.
+        self.units = units if self.is_all else [unit for first in range(step) for unit in units[first::step]]
+        self.bytes_of_unit = self.most_bytes = math.inf
+        if not self.is_all:
+            self.most_bytes = arguments.sample_bytes
+            self.bytes_of_unit = arguments.sample_bytes // max(1, math.ceil(len(units) / step)) + 1
         self.counts = Counts()
 
     def texts(self) -> Iterator[str]:
-        cleaner = cleaning.Cleaner(self.settings.cleaning)
+        cleaner, n_bytes = cleaning.Cleaner(self.settings.cleaning), 0.0
         limit, limit_of_validation = self.limit, self.limit.of_validation(self.settings.validation_fraction)
         for unit in self.units:
             reader = self.settings.reader(limit_of_validation if unit.val else limit)
@@ -389,6 +394,9 @@ class Sample:
                 if reader.counts.bytes > self.bytes_of_unit:
                     break
             self.counts.add(reader.counts)
+            n_bytes += min(reader.counts.bytes, self.bytes_of_unit)
+            if n_bytes >= self.most_bytes:
+                return
             limit = limit if unit.val else limit.after(reader.counts)
             if reader.is_cut and not unit.val:
                 return

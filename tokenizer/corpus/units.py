@@ -296,10 +296,12 @@ class Corpus:
             if source.hub is not None:
                 for shards, result in zip(self._shards(source.hub, name), (ranges, validation), strict=False):
                     result += shards
-            text += [(source.copies, entry) for entry in ranges]
+            # Text of a packed file may be many times as large as the file.
+            input_alone = source.entry if any(files.is_packed(file.path) for file in source.files) else None
+            text += [((source.copies, input_alone), entry) for entry in ranges]
         units = [  # small files of several inputs are grouped, too: a shell expands *.txt to one input per file
             Unit(copies, group)
-            for copies, entries in itertools.groupby(text, key=operator.itemgetter(0))
+            for (copies, _), entries in itertools.groupby(text, key=operator.itemgetter(0))
             for group in _grouped(entry for _, entry in entries)
         ]
         if validation:  # with a limit, which applies to all validation text together, it is one unit

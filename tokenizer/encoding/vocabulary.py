@@ -161,7 +161,7 @@ def train_bpe(
     for least in (0, 1):  # a large vocabulary needs the pairs of rare words, too
         words = _thinned(counts, least)  # each word is a separate text; they are passed in batches of thousands
         bpe.train_from_iterator(iter(lambda words=words: list(itertools.islice(words, 10_000)), []), trainer)
-        if bpe.get_vocab_size() == vocab_size:
+        if bpe.get_vocab_size() == vocab_size or counts.total() < 2 * TRAINED_WORDS:  # none of them was dropped
             break
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,

@@ -50,7 +50,7 @@ decompositions.pop(torch.ops.aten.embedding_dense_backward.default, None)
 
 def decide_compilation(choice: str, notes: list[str]) -> bool:
     """Return whether to compile. With `auto`, add the reason for not compiling to `notes`."""
-    if choice.lower() == "false":
+    if choice.lower() not in ("auto", "true"):  # `DeviceArguments.problems` refuses other words than false
         return False
     problem = _missing_to_compile()
     if problem and not is_automatic(choice):

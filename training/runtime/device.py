@@ -63,7 +63,7 @@ class DeviceArguments:
         names = ["auto", "eager", *(key for key in ALL_ATTENTION_FUNCTIONS.valid_keys() if "paged" not in key)]
         if choice not in names:
             yield f"attn_implementation is {choice!r}; it must be one of {', '.join(names)}."
-        if choice.startswith("flash_attention") and precision == "no":
+        elif choice.startswith("flash_attention") and precision == "no":
             yield f"attn_implementation is {choice}, which needs mixed_precision bf16 or fp16; use sdpa."
 
 
@@ -192,6 +192,8 @@ def computes_bf16() -> bool:
 
 
 def _check_attention(choice: str) -> None:
+    if choice not in ALL_ATTENTION_FUNCTIONS.valid_keys():  # auto, eager, or refused by `DeviceArguments.problems`
+        return
     if choice.startswith(("flash_attention", "flex_attention")) and not torch.cuda.is_available():
         raise UserError(f"attn_implementation is {choice}, which needs an NVIDIA GPU; use sdpa.")
     if choice == "flash_attention_2" and not is_flash_attn_2_available():

@@ -14,9 +14,9 @@ _is_chosen = not set_by_launcher("OMP_NUM_THREADS") or launcher_option("num_cpu_
 # step of two threads takes a fifth longer (docs/log.md).
 if _number in ("", "1") and not (_number and _is_chosen):
     os.environ["OMP_NUM_THREADS"] = str(max(1, cores(logical=False) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-# `accelerate launch --cpu` sets it. Everything that asks torch for a GPU finds none, not only Accelerate.
+# `accelerate launch --cpu` sets it. Torch then finds no NVIDIA or AMD GPU; AMD's library ignores an empty list.
 if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "on", "t", "true", "y", "yes"):
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = "-1"
 # By default, as many compilers run at once as the machine has cores, also in a container with a quota of fewer.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(32, cores(logical=True))))
 # Threads wait for each other in every step. By default they spin for milliseconds, and a step takes several times
