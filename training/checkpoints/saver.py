@@ -4,8 +4,6 @@ Training waits only for the copy. The next save and the end of the run wait for 
 """
 
 import math
-import os
-import sys
 import threading
 import time
 import weakref
@@ -45,15 +43,13 @@ def wait_for_writing(seconds: float) -> bool:
     return any(thread.is_alive() for thread in writers)
 
 
-def in_background(work: Callable[[], None], name: str, niceness: int, daemon: bool = False) -> Future[None]:
-    """Start `work` in a thread of low priority. Return its future, which keeps an exception of the work."""
+def in_background(work: Callable[[], None], name: str, daemon: bool = False) -> Future[None]:
+    """Start `work` in a thread. Return its future, which keeps an exception of the work.
+    The thread has no low priority: on a busy machine, the run would wait for it at the next save and at a stop."""
     future: Future[None] = Future()
 
     def run() -> None:
         try:
-            if sys.platform == "linux":  # threads have their own priority there; it must not rise
-                lowest = max(niceness, os.getpriority(os.PRIO_PROCESS, 0))
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), lowest)
             future.set_result(work())
         except BaseException as error:  # otherwise those who wait would wait forever
             future.set_exception(error)
@@ -80,8 +76,7 @@ class Saver(AbstractContextManager):
         self.verification = self.task = Future()  # done; replaced in processes that verify or write
         self.task.set_result(None)
         if self.accelerator.is_local_main_process:
-            # Niceness 10: a tenth of the time of a core that training keeps busy. Daemon: it must not delay an exit.
-            self.verification = in_background(data.store.check_hashes, "verification", niceness=10, daemon=True)
+            self.verification = in_background(data.store.check_hashes, "verification", daemon=True)  # delays no exit
         self.optimizer, self.average = train_step.optimizer.optimizer, train_step.average
         self.limit, self.backup = limit, backup
         self.saved_step: int | None = None
@@ -97,8 +92,8 @@ class Saver(AbstractContextManager):
             self.shell = GPT2ScratchForCausalLM._from_config(deepcopy(self.model.config))  # saving changes the config
         self.shell.generation_config = deepcopy(self.model.generation_config)
         add_turn_end(self.shell, self.tokenizer)
-        if self.accelerator.is_main_process:  # niceness 19: training on a CPU comes first
-            self.task = in_background(partial(self._make_room, shapes), THREAD, niceness=19)
+        if self.accelerator.is_main_process:
+            self.task = in_background(partial(self._make_room, shapes), THREAD)
 
     def __exit__(self, *_: object) -> None:
         wait([self.task])
@@ -116,7 +111,7 @@ class Saver(AbstractContextManager):
         self._copy_off_the_device()
         self.saved_step = state.position.step
         if self.accelerator.is_main_process:
-            self.task = in_background(partial(self._write, state), THREAD, niceness=19)
+            self.task = in_background(partial(self._write, state), THREAD)
             wait_time, copy_time = round(after_wait - begin, 4), round(time.perf_counter() - after_wait, 4)
             record(self.folder.events, "saving", self.saved_step, seconds_waiting=wait_time, seconds_copying=copy_time)
 
