@@ -107,7 +107,8 @@ def test_the_path_of_the_data_keeps_its_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "link").symlink_to("a/b")
-    paths = {"link/../my.txt": "link/../my.txt", "a/../my.txt": "my.txt", "./books//": "books", "/x/*.txt": "/x/*.txt"}
+    paths = {"link/../my.txt": "link/../my.txt", "a/../my.txt": "my.txt", "~/../my.txt": "~/../my.txt"}
+    paths |= {"./books//": "books", "/x/*.txt": "/x/*.txt"}
     assert {path: read_config(["--data", path]).data.data for path in paths} == paths
 
 

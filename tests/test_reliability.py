@@ -484,7 +484,7 @@ def test_tensors_that_no_run_saved_are_refused(tmp_path, tensors, sentence):
 
 
 def test_a_run_whose_file_of_settings_is_being_edited_continues(train, tmp_path, monkeypatch, capsys):
-    run, texts = tmp_path / "run", iter(["learning_rate: [0.1", "seed: 1", "data: [x"])
+    run, texts = tmp_path / "run", iter(["data:", "seed: 1", "learning_rate: [0.1"])
 
     def schedule(step: int, *_: object) -> float:
         if step in (1, 4, 7):

@@ -257,9 +257,9 @@ def _given(flags: dict[str, Any], file: dict[str, Any]) -> TrainConfig:
     values = file | flags
     if values.get("data") is None:
         raise UserError("No training data is named: set --data to a text file, a folder or a token store.")
-    path = os.path.expanduser(values["data"])
-    is_same = os.path.realpath(os.path.normpath(path)) == os.path.realpath(path)  # `..` may follow a link
-    values["data"] = os.path.normpath(values["data"]) if is_same else str(Path(values["data"]))
+    data, normal = values["data"], os.path.normpath(values["data"])
+    real, real_of_normal = (os.path.realpath(os.path.expanduser(path)) for path in (data, normal))
+    values["data"] = normal if real == real_of_normal else str(Path(data))  # `..` may follow a link
     source = "file" if (FILES | {"init_from"}) & flags.keys() else "quickstart"
     sources = {name: source for name, value in file.items() if value is not None}
     in_file = frozenset(sources) if source == "file" else frozenset()

@@ -32,11 +32,12 @@ NO_FLAGS = ("input", "tokenizer_json", "chat_template_source", "named_data", "na
 def to_archive(store: TokenStore) -> Path:
     """Pack a store into `NAME.tar.zst` next to it, unless it is already there. The same store gives the same bytes."""
     path = store.folder.with_name(store.folder.name + PACKED_STORE)
-    with locked(store.folder, ".packing", wait=True):
-        if not path.exists():
-            _pack(store, path)
-        elif not _begins_with(path, (store.folder / "metadata.json").read_bytes()):
-            raise UserError(f"{path} exists and is not the packed {store.folder}; move it away or delete it.")
+    if not path.exists():
+        with locked(store.folder, ".packing", wait=True):
+            if not path.exists():  # another process may have packed it meanwhile
+                _pack(store, path)
+    if not _begins_with(path, (store.folder / "metadata.json").read_bytes()):
+        raise UserError(f"{path} exists and is not the packed {store.folder}; move it away or delete it.")
     return path
 
 

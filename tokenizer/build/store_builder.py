@@ -38,7 +38,7 @@ WORK_FILES = (
     *("plan.json*", "merged.json*", "parts/*", "text/*/*.jsonl", MARK),
     *(f"store/{name}" for name in STORE_FILES),
 )
-SAMPLED_UNITS = 4096  # maximum number of units to train a tokenizer on
+SAMPLED_UNITS = 4096  # maximum number of units to train a tokenizer on, if these have enough text
 SECONDS_BETWEEN_LINES = 30.0  # about the progress
 ESTIMATED_FROM = 1 << 16  # characters that are tokenized to estimate the size of the store
 

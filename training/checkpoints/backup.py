@@ -226,17 +226,17 @@ class Backup:
 
     def _copy(self, checkpoint: Path) -> None:
         backup = self.there.checkpoints
-        if not self.is_made:  # created only once: if it is missing later, the drive is gone; keep its mount point empty
-            if not may_hold_run(self.there):
-                raise OSError("it is not a backup of a run; choose another --backup_dir")
-            self.there.path.mkdir(exist_ok=True)
-            mark(self.there.path, "run")
-            self.is_made = True
+        if not (self.is_made or may_hold_run(self.there)):
+            raise OSError("it is not a backup of a run; choose another --backup_dir")
         is_other = complete_checkpoints(backup) and read_events(self.there.events) and not self.holds_this_run()
         if is_other and not self.may_replace:  # each time: two runs may have begun it together
             raise OSError(
                 "it is the backup of another run; move that folder away, or choose another --backup_dir or --output_dir"
             )
+        if not self.is_made:  # created only once: if it is missing later, the drive is gone; keep its mount point empty
+            self.there.path.mkdir(exist_ok=True)
+            mark(self.there.path, "run")
+            self.is_made = True
         backup.mkdir(exist_ok=True)
         later_checkpoints = [path for path in complete_checkpoints(backup) if step_of(path) > self.first_step]
         unknown = [path for path in later_checkpoints if path.name not in self.submitted]

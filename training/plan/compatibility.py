@@ -95,7 +95,7 @@ def compare(
     if "tokenizer" in settings.allowed | differences.keys():  # with another tokenizer, these may change too
         exceptions |= set(TOKEN_IDS)
     # A run that was ended before its first checkpoint with allowed changes resumes with its own settings.
-    events = read_events(RunFolder(run_of(checkpoint)).events)
+    events = read_events(RunFolder(checkpoint.absolute().parent.parent).events)
     starts = (event for event in events if event.get("checkpoint") == checkpoint.name)
     agreed = {sentence for event in starts for sentence in event.get("changes", ())}
     refusals = []

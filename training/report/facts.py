@@ -101,6 +101,9 @@ def gather(folder: RunFolder, entries: Entries) -> dict[str, Any]:
     """Gather the facts from the entries of metrics.jsonl and the current files of the run."""
     events = metrics.read_events(folder.events)
     samples, settings = read_samples(folder.samples), read_yaml(folder.config)
+    for name, kind in {"data": str, "exclude": list, "sample_prompts": list}.items():
+        if not isinstance(settings.get(name, kind()), kind):  # half of an edit
+            raise UserError(f"{folder.config}: {name} is {settings[name]!r}; correct it.")
     starts, source, text = starts_in_force(events), settings.get("init_from"), settings.get("data", "TEXT")
     if "exclude" in settings:
         settings["exclude"] = list(map(_as_typed, settings["exclude"]))
@@ -200,11 +203,10 @@ def _noticed(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the events that the report lists: of spikes, only the highest, and of stops and resumes, the last."""
     earlier = [event for event in events if event["event"] in ("resumed", "stopped")][: -2 * MAX_ROWS]
     highest = sorted((event["z_score"] for event in events if event["event"] == "spike"), reverse=True)[:MAX_ROWS]
-    noticed = [event for event in events if event["event"] in NOTABLE_EVENTS and event not in earlier]
+    noticed = [event for event in events if event["event"] in NOTABLE_EVENTS and event not in earlier[:-1]]
     if earlier:
         text = f"the last of {len(earlier):,} stops and resumes that only events.jsonl lists"
-        noticed.append({"event": "earlier", "step": earlier[-1]["step"], "text": text})
-        noticed.sort(key=itemgetter("step"))
+        noticed[noticed.index(earlier[-1])] = {"event": "earlier", "step": earlier[-1]["step"], "text": text}
     return [event for event in noticed if event["event"] != "spike" or event["z_score"] >= highest[-1]]
 
 
