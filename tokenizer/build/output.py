@@ -75,16 +75,21 @@ def locked(
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder.with_name(f".{folder.name}{suffix}.lock"))
-        with suppress(Timeout):
-            return lock.acquire(timeout=0)
-        if not wait:
-            raise UserError(f"Another process is writing {folder}; wait for it, or choose another --output.")
-        say(f"Waiting for another process, which is writing {folder} ...")
-        return lock.acquire()
+        return acquired(lock, f"writing {folder}", say) if wait else lock.acquire(timeout=0)
+    except Timeout as error:
+        raise UserError(f"Another process is writing {folder}; wait for it, or choose another --output.") from error
     except OSError as error:
         path = error.filename or folder  # for example another user's lock file
         remedy = CACHE_REMEDY if is_cache else "choose another --output"
         raise UserError(f"{folder} cannot be created ({path}: {error.strerror}); {remedy}.") from error
+
+
+def acquired(lock: FileLock, work: str, say: Callable[[str], None] = show) -> AbstractContextManager:
+    """Acquire a lock. `work`: what a process that holds it is doing, for the line about the wait."""
+    with suppress(Timeout):
+        return lock.acquire(timeout=0)
+    say(f"Waiting for another process, which is {work} ...")
+    return lock.acquire()
 
 
 def refuse_busy_shards(folder: Path) -> None:

@@ -371,10 +371,8 @@ class Sample:
         # After the units of a step, the others follow if these have too little text: the size that a dataset states is
         # that of all columns.
         self.units = units if self.is_all else [unit for first in range(step) for unit in units[first::step]]
-        self.bytes_of_unit = self.most_bytes = math.inf
-        if not self.is_all:
-            self.most_bytes = arguments.sample_bytes
-            self.bytes_of_unit = arguments.sample_bytes // max(1, math.ceil(len(units) / step)) + 1
+        self.most_bytes = math.inf if self.is_all else arguments.sample_bytes
+        self.bytes_of_unit = math.inf if self.is_all else self.most_bytes // max(1, math.ceil(len(units) / step)) + 1
         self.counts = Counts()
 
     def texts(self) -> Iterator[str]:

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import get_int_from_env
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from common import schema
@@ -23,7 +23,7 @@ from common.atomic import write_atomic
 from common.errors import NONSENSE, UserError, counted
 from common.limits import free, setting
 from common.machine import free_memory
-from common.terminal import show
+from tokenizer.build.output import acquired
 from tokenizer.build.recipe import Recipe
 from tokenizer.corpus.units import Corpus
 from tokenizer.store.store import TokenStore, read_metadata
@@ -133,7 +133,8 @@ def _text_hash(corpus: Corpus) -> str:
     key = hashlib.sha256(json.dumps(files).encode()).hexdigest()
     try:
         CACHE.mkdir(parents=True, exist_ok=True)
-        with _acquired(FileLock(path.with_name(f"{TEXT_HASHES}.lock"))):
+        lock = FileLock(path.with_name(f"{TEXT_HASHES}.lock"))
+        with acquired(lock, f"reading text and holds {lock.lock_file}"):
             hashes = {}
             with suppress(OSError, *NONSENSE):  # missing or damaged: the text is read again
                 hashes = schema.read(path, dict[str, str])
@@ -144,14 +145,6 @@ def _text_hash(corpus: Corpus) -> str:
             return hashes[key]
     except OSError:  # the cache cannot be written
         return corpus.fingerprint()
-
-
-def _acquired(lock: FileLock) -> AbstractContextManager:
-    try:
-        return lock.acquire(timeout=1)
-    except Timeout:
-        show(f"Waiting for another process, which is reading text and holds {lock.lock_file} ...")
-        return lock.acquire()
 
 
 def name_of(data: str) -> str:
