@@ -305,6 +305,10 @@ def test_quotes_and_separators_of_tables(tmp_path):
     with (tmp_path / "f.tsv").open("w", newline="") as file:
         csv.writer(file, delimiter="\t").writerows([["id", "text"], *enumerate(methods)])
     assert documents(tmp_path / "f.tsv") == methods
+    texts = [f"text {i}" for i in range(9)] + ['Table:\na\tb\n"c"']  # the second line looks like a record
+    with (tmp_path / "g.tsv").open("w", newline="") as file:
+        csv.writer(file, delimiter="\t").writerows([["id", "text"], *enumerate(texts)])
+    assert documents(tmp_path / "g.tsv") == texts
     rows = '"Title\nof ""two""\nlines"\n"Yes" he said\n"No"\n'
     assert documents(write(tmp_path / "d.tsv", f"text\n{rows}")) == ['Title\nof "two"\nlines', '"Yes" he said', "No"]
     assert documents(write(tmp_path / "b.csv", "prose,label (0;1;2)\none,0\ntwo,1\n")) == ["one", "two"]

@@ -88,7 +88,7 @@ def _csv(part: ByteRange) -> Records:
         lines = _lines(file, part)
         header = next(lines, "")
         delimiter = max("\t,;" if files.suffix(part.path) == ".tsv" else ",\t;", key=ENCLOSED.sub("", header).count)
-        is_strict = delimiter != "\t" or _quotes_like_csv(part.path)
+        is_strict = delimiter != "\t" or _quotes_like_csv(part.path, header.count("\t"))
         if not is_strict:
             lines = _with_quotes(lines, header.count("\t"))
         reader = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=is_strict)
@@ -107,18 +107,20 @@ def _csv(part: ByteRange) -> Records:
             yield record, {"line": reader.reader.line_num}
 
 
-def _quotes_like_csv(path: str) -> bool:
-    """Return whether a file separated by tabs quotes texts as csv does.
-    More than a third of the records at its start need the quotes, for tabs or lines in a text, and all are whole."""
-    head = io.StringIO(files.head(path).decode("utf-8-sig", "replace"), newline="")
+def _quotes_like_csv(path: str, tabs: int) -> bool:
+    """Return whether a file with `tabs` tabs in its header quotes texts as csv does: at its start, all records are
+    whole, and a line has another number of tabs, or a third of the records need quotes for tabs or lines."""
+    lines = list(io.StringIO(files.head(path).decode("utf-8-sig", "replace"), newline=""))
     rows = []
     try:
-        rows.extend(csv.reader(head, delimiter="\t", strict=True))
+        rows.extend(csv.reader(lines, delimiter="\t", strict=True))
     except csv.Error as error:
         if "unexpected end" not in str(error):  # which is that of the sample
             return False
+    whole_lines = (line for line in lines if line.strip() and line.endswith(("\n", "\r")))  # the last one may be cut
+    is_broken = tabs > 0 and any(line.count("\t") != tabs for line in whole_lines)
     n_quoted = sum(any(set("\t\r\n").intersection(field) for field in row) for row in rows)
-    return n_quoted > len(rows) / 3 and {len(row) for row in rows[:-1] if row} == {len(rows[0])}
+    return (is_broken or n_quoted > len(rows) / 3) and {len(row) for row in rows[:-1] if row} == {len(rows[0])}
 
 
 def _with_quotes(lines: Iterator[str], tabs: int) -> Iterator[str]:
