@@ -287,11 +287,11 @@ class StoreBuilder:
         self._refuse_lost(lost_bytes, counts.bytes)
         merger = Merger(self.work, self.store, self.plan.settings, self.plan.units[: len(parts)], texts)
         if merger.documents == 0:
-            rules = (f"{rule} {outcome.documents:,}" for rule, outcome in outcomes.items() if outcome.dropped)
-            drops = ", ".join(rules) or "by --weights"
+            drops = [f"{rule} {outcome.documents:,}" for rule, outcome in outcomes.items() if outcome.dropped]
+            remedy = "use fewer cleaning stages or more text" if drops else "use greater weights or more text"
             raise TextError(
-                f"None of {counted(counts.documents, 'document')} is left (dropped: {drops}); use fewer cleaning "
-                f"stages or more text."
+                f"None of {counted(counts.documents, 'document')} is left (dropped: "
+                f"{', '.join(drops) or 'by --weights'}); {remedy}."
             )
         merger.merge()
         self._describe(counts, outcomes, merger)
