@@ -99,7 +99,8 @@ def test_work_on_text_without_documents_is_discarded(tmp_path, text):
     record = tmp_path / "one.jsonl"
     record.write_text(json.dumps({"text": LINES}), encoding="utf-8")
     sentence = refused("--input", record, "--output", tmp_path / "half", *SMALL, "--weights", "0.001")
-    assert "None of 1 document" in sentence and "greater weights" in sentence
+    assert "None of 1 document" in sentence
+    assert "greater weights" in sentence
 
 
 def test_same_command_reuses_the_store_and_other_settings_are_refused(tmp_path, text, capsys):
