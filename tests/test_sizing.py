@@ -482,5 +482,11 @@ def test_the_choice_is_the_best_measured_size_of_each_budget(store, family):
     for flops, depths in benchmark.LADDER[family].items():
         keys = {depth: results.key({"family": family, "depth": depth, "flops": flops}) for depth in depths}
         best = min(depths, key=lambda depth: runs[keys[depth]]["eval_bits_per_byte"])
-        option = choice(store, f"--family {family} --budget {flops:g}flops", 2_593_258, vocab_size=2048).option
-        assert option.model.n_layer == best, flops
+        flags = f"--family {family} --budget {flops:g}flops --induction_init false"  # as measured
+        assert choice(store, flags, 2_593_258, vocab_size=2048).option.model.n_layer == best, flops
+
+
+@pytest.mark.parametrize(("flops", "best"), [(2e12, 1), (5e12, 2), (1.5e13, 2), (6e13, 3)])
+def test_the_choice_with_an_induction_circuit_is_the_best_measured_size(store, flops, best):
+    """Measured with the text of the quickstart (docs/log.md, "Sizes with the induction circuit")."""
+    assert choice(store, f"--budget {flops:g}flops", 2_593_258, vocab_size=2048).option.model.n_layer == best

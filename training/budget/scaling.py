@@ -32,6 +32,9 @@ TIMESCALES = {"muon": 0.308, "adamw": 0.583}  # B / (rate decay D) of the record
 # and up to that many training tokens an induction circuit. Its gain ends before 10M (four layers) or 20M (two;
 # docs/log.md).
 SMALL_MODEL, SECOND_TARGET_WEIGHT, CIRCUIT_TOKENS = 4.2e6, 0.5, 5e6
+# Of a token for a model of one layer, which cannot have the circuit: with it, two layers are better from 2.8e12 FLOPs
+# (Python) or 7e12 (English) on, without it from 8e12 on.
+WORTH_WITHOUT_CIRCUIT = 0.7
 
 
 class Repetition(NamedTuple):

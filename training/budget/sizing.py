@@ -48,7 +48,7 @@ SCORED_TOKENS = 32_768  # of a validation before the last
 BYTES_PER_TOKEN, UNKNOWN_BYTES = 3.5, 1e15
 COMPILED_SPEED = 1.4  # relative to steps without compilation, measured on two cores for 2 and 3 layers
 # Seconds until the first step is done, by whether steps are compiled: on two cores.
-STARTUP = {False: 3.0, True: 28.0}
+STARTUP = {False: 3.0, True: 12.0}
 # FLOP/s of a device, to choose the vocabulary and the model that is measured; others: 3e12
 GUESSES = {"cpu": 3e11, "cuda": 5e13}
 PROBE_SECONDS = 1.0
@@ -96,11 +96,6 @@ class Option:
     def is_limited(self) -> bool:
         """Whether the text or a given length limits the run, not the budget."""
         return self.most_tokens < self.tokens + self.settings["tokens_per_step"]
-
-    @property
-    def deficit(self) -> float:
-        ratio = scaling.RATIOS[self.family]
-        return scaling.deficit(self.parameters, self.tokens, self.unique, ratio, self.repetition.scale)
 
     @property
     def published_loss(self) -> tuple[float, float] | None:
@@ -245,6 +240,7 @@ class Sizer:
         has_circuit = self.family == "modern" and self.is_bpe and is_short and not config.run.init_from
         has_circuit &= self.given.get("induction_init", True)
         has_circuit &= not any(induction_problems(self._arguments(self.depths[-1])))  # a model of one layer has none
+        self.has_circuit = has_circuit
         self.repetition = scaling.repetition(self.tokens, has_circuit)
         self.memory = on_main(accelerator, lambda: available_memory(accelerator, config.cost.plan_device, 0))
         self.device = on_main(accelerator, lambda: device_name(accelerator.device))  # other machines may have others
@@ -307,7 +303,13 @@ class Sizer:
             return fits and size_of(model).products <= largest
 
         options = (self._option(depth, factor) for depth in takewhile(is_possible, self.depths))
-        return min(filter(None, options), key=lambda option: option.deficit, default=None)
+        return min(filter(None, options), key=self._deficit, default=None)
+
+    def _deficit(self, option: Option) -> float:
+        lacks_circuit = self.has_circuit and option.model.n_layer == 1
+        worth = option.tokens * (scaling.WORTH_WITHOUT_CIRCUIT if lacks_circuit else 1)
+        ratio = scaling.RATIOS[self.family]
+        return scaling.deficit(option.parameters, worth, self.tokens, ratio, self.repetition.scale)
 
     def _option(self, depth: int, factor: float) -> Option | None:
         model, amount = self._model(depth), self.config.budget.amount
