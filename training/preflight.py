@@ -153,19 +153,18 @@ def decide_run(config: TrainConfig, setup: Setup, accelerator: Accelerator) -> R
     """Decide everything about a run whose configuration passed `check`. Raise a `UserError` for problems with data,
     memory, the run in the folder or its checkpoints. Called by every process. Tokenizes text, and otherwise writes only
     what `choose_checkpoint` does."""
-    say, folder = printer(accelerator), config.run.folder
+    folder = config.run.folder
     if setup.torch_compile:
         prepare_compiler()  # its first part takes place while the text is read
     backup_dir, keep = config.backup.backup_dir, config.checkpoints_kept
-    backup = Backup(backup_dir, folder, keep, say) if backup_dir is not None else None
-    choose = partial(choose_checkpoint, config.run, config.settings, backup, bool(restarted().get("has_begun")), say)
-    checkpoint = on_main(accelerator, choose)
+    backup = Backup(backup_dir, folder, keep, printer(accelerator)) if backup_dir is not None else None
+    checkpoint = on_main(accelerator, lambda: choose_checkpoint(config.run, config.settings, backup))
     store = open_data(config, accelerator)
     if on_main(accelerator, lambda: store.metadata.identity) != store.metadata.identity:
         raise UserError(f"{store.folder} has other tokens on this machine than on that of rank 0; copy it again.")
     tokenizer = _tokenizer(store, checkpoint, config.pretrained_source)
     state = load_state(checkpoint) if checkpoint is not None else None
-    position = resume_position(state, store.metadata.identity, restarted().get("passed_over", ()))
+    position = resume_position(state, store.metadata.identity)
     plan = make_plan(config, store, tokenizer, accelerator, setup, position)
     start = _starting_point(config, store, plan, checkpoint, state, accelerator)
     placement = plan.placement.where, accelerator.device, config.batch.mask_documents

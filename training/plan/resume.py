@@ -1,6 +1,6 @@
 """Starting point of a command: the first step, the newest checkpoint of run or backup, or a named checkpoint."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
@@ -18,6 +18,8 @@ from training.checkpoints.run_folder import CONFIG_FILE, RunArguments, RunFolder
 from training.checkpoints.status import check_run_format
 from training.data.batches import START, DataPosition
 from training.plan.compatibility import RunSettings
+from training.runtime.console import say
+from training.runtime.restart import restarted
 
 
 @dataclass(frozen=True)
@@ -35,25 +37,24 @@ class ResumePoint:
         return self.state.position.step
 
 
-def resume_position(state: TrainState | None, data: str, passed_over: Iterable[Sequence[int]]) -> DataPosition:
-    """Return the position in the data to start from. If the data changed, start at the beginning of the new data.
-    `passed_over`: ranges of samples that a restart skips, in addition to those of the checkpoint."""
+def resume_position(state: TrainState | None, data: str) -> DataPosition:
+    """Return the position in the data to start from. If the data changed, start at the beginning of the new data. A
+    restart skips further ranges of samples, in addition to those of the checkpoint."""
     position = state.position if state is not None else START
     if state is not None and state.settings.get("data") != data:
         position = replace(position, sample=0, passed_over=())
-    return replace(position, passed_over=tuple(sorted({*position.passed_over, *map(tuple, passed_over)})))
+    passed_over = {*position.passed_over, *map(tuple, restarted().get("passed_over", ()))}
+    return replace(position, passed_over=tuple(sorted(passed_over)))
 
 
-def choose_checkpoint(
-    arguments: RunArguments, settings: RunSettings, backup: Backup | None, is_restart: bool, say: Callable[[str], None]
-) -> Path | None:
-    """Return the checkpoint that this command resumes from, or None for a new run.
+def choose_checkpoint(arguments: RunArguments, settings: RunSettings, backup: Backup | None) -> Path | None:
+    """Return the checkpoint that this command resumes from, or None for a new run. Called by the main process.
     Raise a `UserError` if the command would replace another run, or if a checkpoint is missing or damaged.
     After a restart, the run resumes in its own folder, even if the command asks for a new run. The only files written
     are those that the backup has and the folder lacks, and those of a run that was replaced in vain."""
     folder, overwrites = arguments.folder, arguments.overwrite_output_dir
     check_run_format(folder.status)
-    if is_restart:  # newer checkpoints of the backup were rolled back
+    if restarted().get("has_begun"):  # newer checkpoints of the backup were rolled back
         backup = None
         if checkpoints.all_checkpoints(folder.checkpoints):
             return folder.newest_checkpoint(say)
@@ -67,7 +68,7 @@ def choose_checkpoint(
     is_copied = is_newest and backup.holds_this_run()  # by an earlier command
     is_restored = is_backup and not overwrites and (not has_begun or is_copied)
     if source is not None and (overwrites or not is_branch or (is_restored and is_checkpoint(source))):
-        checkpoint = _named_checkpoint(source, folder, None if is_branch else backup, settings, say)
+        checkpoint = _named_checkpoint(source, folder, None if is_branch else backup, settings)
         if is_restored:
             checkpoint = backup.fetch(checkpoint)
     elif overwrites:
@@ -76,9 +77,9 @@ def choose_checkpoint(
         first_step = checkpoints.step_of(source) if is_branch and not is_backup and is_checkpoint(source) else None
         if has_begun:
             _refuse_another(folder, read_yaml(run_of(folder.path) / CONFIG_FILE), settings, first_step)
-        checkpoint = _newest(folder, backup, None if is_restored else settings, say, first_step)
+        checkpoint = _newest(folder, backup, None if is_restored else settings, first_step)
         if checkpoint is None and source is not None:  # neither the folder nor its backup has begun
-            checkpoint = _named_checkpoint(source, folder, None, None, say)
+            checkpoint = _named_checkpoint(source, folder, None, None)
     if not (folder.owns(checkpoint) or overwrites) and (folder.model / checkpoints.WEIGHTS).exists():
         raise UserError(
             f"{folder.path} contains a model, but no checkpoint that this command can resume from; use another "
@@ -88,11 +89,7 @@ def choose_checkpoint(
 
 
 def _newest(
-    folder: RunFolder,
-    backup: Backup | None,
-    settings: RunSettings | None,
-    say: Callable[[str], None],
-    first_step: int | None = None,
+    folder: RunFolder, backup: Backup | None, settings: RunSettings | None, first_step: int | None = None
 ) -> Path | None:
     """Return the newest checkpoint of the folder and its backup. A newer one in the backup is copied to the folder
     first. `settings` and `first_step` (None: the run's own) must match those of the run in the backup."""
@@ -123,14 +120,12 @@ def _refuse_another(
         )
 
 
-def _named_checkpoint(
-    source: Path, folder: RunFolder, backup: Backup | None, settings: RunSettings | None, say: Callable[[str], None]
-) -> Path:
+def _named_checkpoint(source: Path, folder: RunFolder, backup: Backup | None, settings: RunSettings | None) -> Path:
     """Return the checkpoint that the user named, or the newest of the run. A run in the backup that did not start as
     the one in the folder must have its `settings`: it may be one that this run replaced."""
     if not is_checkpoint(source):
         is_same = backup is None or backup.holds_this_run()
-        newest = _newest(RunFolder(run_of(source)), backup, None if is_same else settings, say)
+        newest = _newest(RunFolder(run_of(source)), backup, None if is_same else settings)
         if newest is None:
             raise UserError(
                 f"{source} cannot be resumed ({RunFolder(run_of(source)).last_good()}); start it again with its first "
