@@ -18,7 +18,7 @@ from tokenizer.cleaning.dedup import DedupArguments
 from tokenizer.corpus.units import CorpusArguments
 from tokenizer.encoding.vocabulary import VocabularyArguments
 from training.checkpoints.backup import BackupArguments, earlier_run
-from training.checkpoints.checkpoint import CheckpointArguments, complete_checkpoints
+from training.checkpoints.checkpoint import CheckpointArguments
 from training.checkpoints.loading import find_model
 from training.checkpoints.pretrained import architecture_of
 from training.checkpoints.run_folder import CONFIG_FILE, RunArguments, run_of
@@ -218,13 +218,12 @@ def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lam
     resume does not exist, no data is named, or `check` finds problems."""
 
     def default_file(flags: dict[str, Any]) -> Path:
-        flags = _with_homes(flags)
-        if "resume_from_checkpoint" in flags:
-            return run_of(Path(flags["resume_from_checkpoint"])) / CONFIG_FILE
+        if (source := _with_homes(flags).get("resume_from_checkpoint")) is not None:
+            return run_of(Path(source)) / CONFIG_FILE
         return CONTINUATION if "init_from" in flags else QUICKSTART
 
     def build(flags: dict[str, Any], file: dict[str, Any], path: Path) -> TrainConfig:
-        config = _decide(_given(_with_homes(flags), _with_homes(file)), flags, path)
+        config = _decide(_given(_with_homes(flags), _with_homes(file), path), flags, path)
         check(config)
         return config
 
@@ -238,22 +237,22 @@ def _with_homes(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | folders
 
 
-def _given(flags: dict[str, Any], file: dict[str, Any]) -> TrainConfig:
-    """Return the configuration with the values of flags and file, which replace the defaults."""
+def _given(flags: dict[str, Any], file: dict[str, Any], path: Path) -> TrainConfig:
+    """Return the configuration with the values of flags and of the file at `path`, which replace the defaults."""
     if "config" in flags and (source := (file | flags).get("resume_from_checkpoint")) is not None:
         run = run_of(Path(source))
         raise UserError(f"{run} has its own {CONFIG_FILE}; leave out --config and override settings with flags.")
-    if "resume_from_checkpoint" in flags:  # the first versions wrote output_dir, which the run may have left
-        file = {name: value for name, value in file.items() if name != "output_dir"}
-    if "resume_from_checkpoint" in flags and (names := sorted(COMMAND_SETTINGS & file.keys())):
-        path = run_of(Path(flags["resume_from_checkpoint"])) / CONFIG_FILE
-        raise UserError(f"{path} sets {', '.join(names)}, which only a command may; remove it there.")
+    ignored = set()  # settings of the file
+    if "resume_from_checkpoint" in flags:
+        ignored = {"output_dir"}  # the first versions wrote it, and the run may have left that folder
+        if names := sorted(COMMAND_SETTINGS & file.keys() - ignored):
+            raise UserError(f"{path} sets {', '.join(names)}, which only a command may; remove it there.")
     if LENGTHS & flags.keys() or ("budget" in flags and file.get("budget")):  # the file's length is for its own budget
-        file = {name: value for name, value in file.items() if name not in LENGTHS}
+        ignored |= LENGTHS
     if "init_from" in flags and "config" not in flags:  # the rates of the default file are AdamW's
         is_other = flags.get("optimizer", DEFAULTS["optimizer"]) != DEFAULTS["optimizer"]
-        replaced = CHOICES if "budget" in flags else OPTIMIZATION if is_other else set()
-        file = {name: value for name, value in file.items() if name not in replaced}
+        ignored |= CHOICES if "budget" in flags else OPTIMIZATION if is_other else set()
+    file = {name: value for name, value in file.items() if name not in ignored}
     values = file | flags
     if values.get("data") is None:
         raise UserError("No training data is named: set --data to a text file, a folder or a token store.")
@@ -292,7 +291,7 @@ def _decide(config: TrainConfig, flags: dict[str, Any], path: Path) -> TrainConf
     config = config.with_settings(settings)
     if (initializer_range := config.model.initializer_range) is None:
         earlier = earlier_run(config.run, config.backup.backup_dir)  # whose weights an older version may have made
-        has_begun = earlier is not None and any(complete_checkpoints(earlier.checkpoints))
+        has_begun = earlier is not None and earlier.newest_step()
         recorded = read_yaml(earlier.config).get("initializer_range") if has_begun else None
         initializer_range = recorded or config.model.usual_initializer_range
     return config.with_settings({"initializer_range": initializer_range})
