@@ -56,17 +56,16 @@ def setup_of(config: TrainConfig) -> Setup:
         return decide(config.device, config.model.n_positions, config.batch.mask_documents)
     if config.cost.plan_device not in RENTALS:
         Problems(config.cost.problems()).refuse()
-    precision = config.device.mixed_precision
-    rental = RENTALS[config.cost.plan_device]
+    device, rental = config.device, RENTALS[config.cost.plan_device]
     best = "fp16" if rental.datasheet in ("T4", "V100") else "bf16"
+    precision = best if device.mixed_precision == "auto" else device.mixed_precision
     if (precision, best) == ("bf16", "fp16"):
         raise UserError(f"mixed_precision is bf16, which a {rental.name} does not support; use fp16 or auto.")
-    attention = config.device.attn_implementation
-    settings = {"mixed_precision": best if precision == "auto" else precision}
-    Problems(config.device.problems(settings["mixed_precision"])).refuse()
-    settings["attn_implementation"] = "sdpa" if attention == "auto" else attention
-    settings["torch_compile"] = config.device.torch_compile.lower() != "false"
-    return Setup(sharding=sharding(), mask_documents=config.batch.mask_documents, **vars(config.device) | settings)
+    Problems(device.problems(precision)).refuse()
+    attention = "sdpa" if device.attn_implementation == "auto" else device.attn_implementation
+    choices = {"mixed_precision": precision, "attn_implementation": attention}
+    choices["torch_compile"] = device.torch_compile.lower() != "false"
+    return Setup(sharding=sharding(), mask_documents=config.batch.mask_documents, **vars(device) | choices)
 
 
 def check(config: TrainConfig) -> None:
