@@ -8,7 +8,8 @@ of a run (counted over all steps and processes) is in epoch g // windows at posi
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -109,14 +110,13 @@ def plan_batches(arguments: BatchArguments, context: int, processes: int, larges
     return BatchPlan(context, int(micro), sequences // int(micro), processes, is_auto)
 
 
-@dataclass
+@dataclass(frozen=True)
 class WindowOrder:
     """Shuffled order of a run's samples, each given by the index of its first token."""
 
     n_tokens: int
     context: int
     seed: int
-    _block: tuple[tuple[int, int], np.ndarray] = field(default=((-1, 0), np.empty(0)), repr=False)
 
     def __post_init__(self):
         if self.n_tokens < self.context + 1:
@@ -134,20 +134,19 @@ class WindowOrder:
     def starts(self, sample: int, count: int) -> np.ndarray:
         """Return the index of the first token of samples `sample`, `sample + 1`, ..., as (count,) int64."""
         block, offset = divmod(sample, BLOCK)
-        if self._block[0] != (block, count):
-            samples = np.arange(block * BLOCK, (block + 1) * BLOCK + count, dtype=np.uint64)
-            self._block = ((block, count), self._compute(samples))
-        return self._block[1][offset : offset + count]
+        return _starts_of_block(self, block, count)[offset : offset + count]
 
-    def _compute(self, samples: np.ndarray) -> np.ndarray:
-        """Return the first token's index (k,) int64 of consecutive samples (k,) uint64, which may span many epochs."""
-        epochs, places = np.divmod(samples, np.uint64(self.windows))
-        keys = _mixed(np.array([self.seed], dtype=np.uint64), epochs)  # (k,): the same within an epoch
-        slack = self.n_tokens - 1 - self.windows * self.context  # tokens by which the windows can shift
-        most = slack if self.windows < FEW_WINDOWS else min(self.context - 1, slack)
-        offsets = keys % np.uint64(most + 1)
-        starts = offsets + permute(places, self.windows, keys) * np.uint64(self.context)
-        return starts.astype(np.int64)
+
+@lru_cache(maxsize=1)
+def _starts_of_block(order: WindowOrder, block: int, count: int) -> np.ndarray:
+    """Return the starts of the samples of a block and of the next `count`, (BLOCK + count,), which may span epochs."""
+    samples, windows = np.arange(block * BLOCK, (block + 1) * BLOCK + count, dtype=np.uint64), order.windows
+    epochs, places = np.divmod(samples, np.uint64(windows))
+    keys = _mixed(np.array([order.seed], dtype=np.uint64), epochs)  # (BLOCK + count,): the same within an epoch
+    slack = order.n_tokens - 1 - windows * order.context  # tokens by which the windows can shift
+    most = slack if windows < FEW_WINDOWS else min(order.context - 1, slack)
+    offsets = keys % np.uint64(most + 1)
+    return (offsets + permute(places, windows, keys) * np.uint64(order.context)).astype(np.int64)
 
 
 def permute(places: np.ndarray, n: int, keys: np.ndarray) -> np.ndarray:
