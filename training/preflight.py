@@ -178,12 +178,10 @@ def _tokenizer(store: TokenStore, checkpoint: Path | None, source: str | None) -
     tokenizer = store.load_tokenizer()
     if tokenizer.chat_template is None:
         with model_errors():
-            template = own_file(checkpoint, TOKENIZER[-1]) if checkpoint is not None else None
-        if template is not None:
-            tokenizer.chat_template = template.read_text(encoding="utf-8")
-        elif checkpoint is None and source is not None:
-            with model_errors():
-                tokenizer.chat_template = load_tokenizer(source).chat_template
+            if checkpoint is None:
+                tokenizer.chat_template = load_tokenizer(source).chat_template if source is not None else None
+            elif (template := own_file(checkpoint, TOKENIZER[-1])) is not None:
+                tokenizer.chat_template = template.read_text(encoding="utf-8")
     return tokenizer
 
 
