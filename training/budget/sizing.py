@@ -25,7 +25,7 @@ from training.runtime.console import printer
 from training.runtime.device import Setup
 from training.runtime.distributed import on_main
 from training.runtime.hardware import DEFAULT_MFU, FILLS_A_GPU, RENTALS, device_name, peak_flops, reported_mfu
-from training.runtime.price import Price, price_of
+from training.runtime.price import price_of
 from training.step.induction import induction_problems
 from training.step.model import ModelArguments, model_config
 from training.step.optim import SECOND_TARGET_SHARE, OptimArguments, with_defaults
@@ -244,16 +244,19 @@ class Sizer:
         self.repetition = scaling.repetition(self.tokens, has_circuit)
         self.memory = on_main(accelerator, lambda: available_memory(accelerator, config.cost.plan_device, 0))
         self.device = on_main(accelerator, lambda: device_name(accelerator.device))  # other machines may have others
-        self.left: float | None = None  # seconds of the budget that are left; None: no time limit
+        amount, cost = config.budget.amount, config.cost
+        self.price = price_of(self.device, cost.plan_device, cost.hourly_price, accelerator.num_processes)
+        # Seconds of the budget, and those that are left. None: no time limit.
+        self.total = None if amount is None or amount.unit == "flops" else self.price.seconds(amount)
+        self.left = self.total
         self.flops, self.mfu, self.source = 0.0, None, ""  # FLOP/s of all devices
 
     def vocabulary(self) -> int:
         """Return the vocabulary size for the best model at the assumed speed, with any memory."""
         if self.tokens <= scaling.SMALL_TEXT:
             return scaling.SMALLEST_VOCABULARY
-        amount, self.memory = self.config.budget.amount, math.inf
-        if amount is not None and amount.unit != "flops":
-            self.left = self._price().seconds(amount)
+        self.memory = math.inf
+        if self.total is not None:
             self._assume_speed()
         option = self._best(1.0)
         model = self._model(self.depths[0]) if option is None else option.model
@@ -270,12 +273,10 @@ class Sizer:
                 f"{n_bytes / 1e9:,.0f} GB for weights, gradients and moments, but {self.memory / 1e9:,.0f} GB are "
                 f"free; use fewer layers or a smaller width{other_device}."
             )
-        amount, cost, limit = self.config.budget.amount, self.config.cost, {}
-        if amount is not None and amount.unit != "flops":
-            price = self._price()
-            total = price.seconds(amount)
-            self.left = total if cost.plan else total - usage
-            limit = {"total": total, "deadline": time.monotonic() + self.left}
+        amount, limit = self.config.budget.amount, {}
+        if self.total is not None:
+            self.left = self.total if self.config.cost.plan else self.total - usage
+            limit = {"total": self.total, "deadline": time.monotonic() + self.left}
             self._find_speed(sample)
         factors = FACTORS if amount else {"this": 1.0}
         rows = {name: row for name, factor in factors.items() if (row := self._best(factor)) is not None}
@@ -283,7 +284,7 @@ class Sizer:
             raise UserError(self._too_small())
         if limit:
             tokens = option.most_tokens if LENGTHS & self.given.keys() else option.tokens
-            verdict = price.verdict(amount, self._seconds(option.model, tokens))
+            verdict = self.price.verdict(amount, self._seconds(option.model, tokens))
             limit |= {"verdict": verdict, "speed": self._speed(option.model)}
         return Sizing(option, rows, tokenization, **limit)
 
@@ -414,10 +415,6 @@ class Sizer:
     def _speed(self, model: GPT2ScratchConfig) -> Throughput:
         speed = self.flops / flops_per_token(model)
         return Throughput(speed, self.source, self.mfu, startup=STARTUP[self.setup.torch_compile])
-
-    def _price(self) -> Price:
-        cost, processes = self.config.cost, self.accelerator.num_processes
-        return price_of(self.device, cost.plan_device, cost.hourly_price, processes)
 
     def _assume_speed(self) -> str:
         """Set FLOP/s to those usual for the device, or a guess. Return its name."""
