@@ -65,18 +65,16 @@ class TrainStep:
                     # processes.
                     self.accelerator.backward(loss * (1 + 0 * loss.detach()))
                     total += loss.detach()
-                with record_function("optimizer"):
-                    if self.accelerator.sync_gradients:
-                        norm = self.accelerator.clip_grad_norm_(self.loss.parameters(), self.max_grad_norm or math.inf)
-                        norm = whole(norm)
-                        if self.accelerator.scaler is None:
-                            skip_if_not_finite(self.optimizer.optimizer, norm)  # both may be offloaded
-                        grad_norm = norm.to(total.device)
-                    self.optimizer.step()
-                    if self.average is not None and self.accelerator.sync_gradients:
-                        self.average.update(step)
-                    self.optimizer.zero_grad()
-        return total / accumulation, grad_norm
+        # Accelerate has counted the micro-batches: these calls follow the last one of the step.
+        with record_function("optimizer"):
+            norm = whole(self.accelerator.clip_grad_norm_(self.loss.parameters(), self.max_grad_norm or math.inf))
+            if self.accelerator.scaler is None:
+                skip_if_not_finite(self.optimizer.optimizer, norm)  # both may be offloaded
+            self.optimizer.step()
+            if self.average is not None:
+                self.average.update(step)
+            self.optimizer.zero_grad()
+        return total / accumulation, norm.to(device)
 
     def averaged(self) -> AbstractContextManager[None]:
         """Context in which the model has the averages of its weights, if there are any."""
