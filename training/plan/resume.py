@@ -124,13 +124,10 @@ def _named_checkpoint(source: Path, folder: RunFolder, backup: Backup | None, se
     """Return the checkpoint that the user named, or the newest of the run. A run in the backup that did not start as
     the one in the folder must have its `settings`: it may be one that this run replaced."""
     if not is_checkpoint(source):
-        is_same = backup is None or backup.holds_this_run()
-        newest = _newest(RunFolder(run_of(source)), backup, None if is_same else settings)
+        run, is_same = RunFolder(run_of(source)), backup is None or backup.holds_this_run()
+        newest = _newest(run, backup, None if is_same else settings)
         if newest is None:
-            raise UserError(
-                f"{source} cannot be resumed ({RunFolder(run_of(source)).last_good()}); start it again with its first "
-                "command."
-            )
+            raise UserError(f"{source} cannot be resumed ({run.last_good()}); start it again with its first command.")
         return newest
     if problem := checkpoints.damage(source):
         raise UserError(f"{source} is damaged: {problem}. Resume from another checkpoint.")
