@@ -102,17 +102,17 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
                 profiler.after(count, saves or validates)
                 if logs or saves or validates:
                     with log.waiting():  # the only place that waits for the device
-                        guard.read_losses(count, saver)
+                        guard.read_losses(count)
                 if logs:
                     log.log(count, rate_factor * config.optim.learning_rate, guard.health.take_reading())
                 with log.pause():
                     if saves:
-                        guard.save(count, saver)
+                        guard.save(count)
                     if validates:
                         validation.validate(count, log, guard.stopper.agreed)
                 if logs:
                     pacer.correct(count, log)
-            guard.finish(saver)
+            guard.finish()
         if guard.reason is None and config.evaluation.load_best_model_at_end:
             choose_best_model(run)
     print_end(run, config.run, guard.step, guard.reason)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -106,8 +105,6 @@ class Saver(AbstractContextManager):
             wait_for_all(self.accelerator)
         on_main(self.accelerator, self.wait)
         after_wait = time.perf_counter()
-        if scaler := self.accelerator.scaler:
-            state = replace(state, grad_scaler=scaler.state_dict())
         self._copy_off_the_device()
         self.saved_step = state.position.step
         if self.accelerator.is_main_process:

@@ -82,8 +82,9 @@ class RunGuard:
         return 0 if self.reason is None else EXIT_CODES[self.reason]
 
     def steps(self, saver: Saver) -> Iterator[int]:
-        """Yield the remaining steps, counted from 0, until the end or until all processes agree to stop."""
-        start = self.run.start
+        """Yield the remaining steps, counted from 0, until the end or until all processes agree to stop. `saver` saves
+        their checkpoints."""
+        self.saver, start = saver, self.run.start
         is_new = start.checkpoint is None and start.initializer is None
         self.learning = LearningCheck(saver.train_step, self.run.plan, is_new)
         while self.step < self.run.plan.max_steps and not self.stopper.agreed():
@@ -95,14 +96,14 @@ class RunGuard:
                 self.stopper.request(SAVE_FAILURE)
         self.reason = self.stopper.agreed()
 
-    def finish(self, saver: Saver) -> None:
+    def finish(self) -> None:
         """Save the last step, if it is not saved, and wait until it is on the disk."""
-        if self.step not in (self.run.start.step, saver.saved_step) and self.reason != SAVE_FAILURE:
-            self.read_losses(self.step, saver)
-            self.save(self.step, saver)
-        on_main(self.run.accelerator, saver.wait)
+        if self.step not in (self.run.start.step, self.saver.saved_step) and self.reason != SAVE_FAILURE:
+            self.read_losses(self.step)
+            self.save(self.step)
+        on_main(self.run.accelerator, self.saver.wait)
 
-    def read_losses(self, step: int, saver: Saver) -> None:
+    def read_losses(self, step: int) -> None:
         """Read the losses of the steps until `step`, and wait for the device. Raise a `UserError` if the model does not
         learn, a `DivergenceError` if too many losses were not finite, or a `Restart` if the run rolls back."""
         run, spike = self.run, self.health.read(step)
@@ -118,18 +119,20 @@ class RunGuard:
             numbers = {"loss": spike.loss, "z_score": round(spike.z_score, 2), "last": spike.last}
             record(run.folder.events, "spike", spike.step, **numbers)
         if self.rolls_back and not self.stopper.agreed(now=True):
-            on_main(run.accelerator, saver.wait)
-            go_back(spike, run)
+            on_main(run.accelerator, self.saver.wait)
+            roll_back(spike, run)
             say("Continuing: rolling back did not help, or no earlier checkpoint is left. Try a lower learning rate.")
 
-    def save(self, step: int, saver: Saver) -> None:
+    def save(self, step: int) -> None:
         """Start saving the state after `step` steps. All their losses must have been read. Weights with a non-finite
         loss are not saved. At the end of the run, they raise a `DivergenceError`."""
         if self.health.is_lost and step == self.run.plan.max_steps:
             raise DivergenceError(f"The loss is not finite at the last step, {step:,}")
         if not self.health.is_lost:  # if the weights recover, the next checkpoint has them
-            losses, settings = tuple(self.health.losses), self.run.start.state.settings
-            saver.save(checkpoints.TrainState(self.run.plan.after(step), settings, losses, self.health.unlogged))
+            position, settings = self.run.plan.after(step), self.run.start.state.settings
+            losses, scaler = tuple(self.health.losses), self.run.accelerator.scaler
+            scale = scaler.state_dict() if scaler is not None else None
+            self.saver.save(checkpoints.TrainState(position, settings, losses, self.health.unlogged, scale))
 
     def _fail(self, error: Exception) -> None:
         accelerator = self.run.accelerator
@@ -178,7 +181,7 @@ class RunGuard:
             record(self.run.folder.events, state, self.step, **({"because": reason} if reason else {}))
 
 
-def go_back(spike: Spike, run: Run) -> None:
+def roll_back(spike: Spike, run: Run) -> None:
     """Raise a `Restart` from the checkpoint before a spike, with the batches to skip. Return if this did not help
     before, or if there are checkpoints, but none from before the spike. Called by every process, while nothing is being
     saved. PaLM (Chowdhery et al. 2022, section 5.1) did this by hand. The batches were not bad by themselves, only in
