@@ -42,7 +42,11 @@ class Spike:
     last: int  # last step of the spike
     loss: float  # highest loss of the spike
     mean: float  # mean of the losses before the spike
-    z_score: float
+    deviation: float  # standard deviation of these losses
+
+    @property
+    def z_score(self) -> float:
+        return (self.loss - self.mean) / self.deviation
 
     def __str__(self) -> str:
         place = f"at step {self.step:,}" if self.step == self.last else f"from step {self.step:,} to {self.last:,}"
@@ -50,12 +54,6 @@ class Spike:
             f"The loss rose to {self.loss:.3f} {place}, {self.z_score:.1f} standard deviations above "
             f"its mean of {self.mean:.3f}"
         )
-
-    def extended(self, step: int, loss: float) -> "Spike":
-        """Return the spike with another step, whose loss may be higher."""
-        highest = max(loss, self.loss)
-        z_score = self.z_score * (highest - self.mean) / (self.loss - self.mean)
-        return replace(self, last=step, loss=highest, z_score=z_score)
 
 
 class Health:
@@ -88,7 +86,7 @@ class Health:
         for number, (loss, norm) in enumerate(zip(numbers[::2], numbers[1::2], strict=True), start=first_step):
             is_finite = math.isfinite(loss) and math.isfinite(norm)
             if is_finite and (candidate := self._spike(number, loss)) is not None:
-                spike = candidate if spike is None else spike.extended(number, loss)
+                spike = candidate if spike is None else replace(spike, last=number, loss=max(spike.loss, loss))
             if is_finite:
                 self.finite_steps, self.largest_norm = self.finite_steps + 1, max(self.largest_norm, norm)
             self.losses.append(loss if is_finite else None)
@@ -111,7 +109,7 @@ class Health:
         deviation = math.sqrt(sum((value - mean) ** 2 for value in window) / (len(window) - 1))
         if loss <= mean + self.arguments.spike_z_score * deviation or deviation == 0:
             return None
-        return Spike(step, step, loss, mean, (loss - mean) / deviation)
+        return Spike(step, step, loss, mean, deviation)
 
     @property
     def is_lost(self) -> bool:
