@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import partial
 
+import numpy as np
 import torch
 
 from common.errors import UserError, as_os_error, require_room
@@ -140,12 +141,10 @@ class Saver(AbstractContextManager):
                 "The machine has too little memory (not GPU memory) for the copy of weights and moments that is saved, "
                 "12 bytes per parameter, 16 with weight_average; free some, or use a machine with more."
             ) from error
-        buffer, start = block.zero_().numpy(), 0
-        # Not views of one storage: save_pretrained would treat them as tied, and copy.
-        for name, shape in shapes.items():
-            flat = torch.frombuffer(buffer, dtype=torch.float32, count=shape.numel(), offset=4 * start)
-            self.snapshot[name] = flat.view(shape)
-            start += shape.numel()
+        ends = np.cumsum([shape.numel() for shape in shapes.values()])
+        # By NumPy, not as views of one storage: save_pretrained would treat them as tied, and copy.
+        for (name, shape), part in zip(shapes.items(), np.split(block.zero_().numpy(), ends[:-1]), strict=True):
+            self.snapshot[name] = torch.from_numpy(part).view(shape)
 
     def _copy_off_the_device(self) -> None:
         for name, full in self._whole_tensors():
