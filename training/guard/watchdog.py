@@ -114,11 +114,11 @@ class Watchdog:
         self.rank, self.processes, self.ddp_timeout, self.folder = rank, processes, ddp_timeout, folder
         self.phase = "start"  # phase of the main thread, such as `step 12`; follows `at` in messages
         self.is_ending = False  # while the main thread cleans up after an error, which others may have too
-        self._pulse = Pulse(rank, socket.gethostname(), _machine(), os.getpid())
-        self._last_words: dict[str, Any] = {}  # final fields of the pulse, set by the main thread
-        self._wish: dict[str, Any] | None = None  # an order that this process wants to give
-        self._table: dict[int, Pulse] = {}  # pulses of this process and of those that it judges, by rank
-        self._trouble = 0.0
+        self._own_pulse = Pulse(rank, socket.gethostname(), _machine(), os.getpid())
+        self._final_fields: dict[str, Any] = {}  # of the pulse, set by the main thread when it ends
+        self._own_order: dict[str, Any] | None = None  # that this process wants to give to all
+        self._pulses: dict[int, Pulse] = {}  # pulses of this process and of those that it judges, by rank
+        self._trouble_seconds = 0.0
         self._over = threading.Event()
 
     def __enter__(self) -> "Watchdog":
@@ -134,22 +134,22 @@ class Watchdog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self.processes == 1:
             return
-        self._last_words = {"left": True}
+        self._final_fields = {"left": True}
         if isinstance(error, Exception):
             line = " ".join(str(error).split())[:LONGEST_ERROR] or kind.__name__
             if is_of_the_group(error):
                 # The thread ends the process without the interpreter's shutdown, which would wait for the group's
                 # threads, which wait for a dead peer. If the thread has no store, the error gets its traceback.
-                self._last_words = {"error": line}
+                self._final_fields = {"error": line}
                 self._thread.join(EXIT_TIMEOUT)
-            self._last_words = {"failure": f"{kind.__name__}: {line}"}
+            self._final_fields = {"failure": f"{kind.__name__}: {line}"}
         self._over.set()
         self._thread.join(FAREWELL)
 
     def order(self, restart: Restart) -> NoReturn:
         """Replace all processes, even those that hang in a collective. A single process raises the `Restart`."""
         if self.processes > 1:
-            self._wish = {"sentence": str(restart), "speaker": 0, "facts": restart.facts}
+            self._own_order = {"sentence": str(restart), "reporter": 0, "facts": restart.facts}
             self._thread.join()  # ends with the process, or when its store is gone
             self._leave(f"{restart} The processes could not agree on a restart")
         raise restart
@@ -163,8 +163,8 @@ class Watchdog:
                     return  # accessing the store would print the library's stack trace
                 self._beat()
                 if self._store.check(["order"]):
-                    self._obey(json.loads(self._store.get("order")))
-                if (order := self._wish or self._judge()) is not None:
+                    self._follow(json.loads(self._store.get("order")))
+                if (order := self._own_order or self._judge()) is not None:
                     self._store.compare_set("order", "", json.dumps(order))  # only the first order counts
                     continue
                 self._over.wait(INTERVAL)
@@ -176,7 +176,7 @@ class Watchdog:
         store, while the processes train on."""
         last, silence = None, 0.0
         while self._thread.is_alive() and not self._over.wait(INTERVAL):
-            place = self._pulse.beat, self.phase
+            place = self._own_pulse.beat, self.phase
             with suppress(psutil.Error):
                 is_silent = place == last and psutil.Process(PARENT).status() != psutil.STATUS_STOPPED
                 last, silence = place, silence + INTERVAL if is_silent else 0.0
@@ -184,32 +184,33 @@ class Watchdog:
                 self._leave(f"rank 0's machine has not answered for {silence:g} s at {self.phase}")
 
     def _beat(self) -> None:
-        self._pulse = replace(self._pulse, beat=self._pulse.beat + 1, phase=self.phase, **self._last_words)
-        self._store.set(f"pulse/{self.rank}", json.dumps(asdict(self._pulse)))
+        beat = self._own_pulse.beat + 1
+        self._own_pulse = replace(self._own_pulse, beat=beat, phase=self.phase, **self._final_fields)
+        self._store.set(f"pulse/{self.rank}", json.dumps(asdict(self._own_pulse)))
 
     def _judge(self) -> dict[str, Any] | None:
         """Return the order to end if there is a fault, or None."""
-        states = {rank: pulse.state_now() for rank, pulse in self._table.items()}  # first: a final pulse may follow
+        states = {rank: pulse.state_now() for rank, pulse in self._pulses.items()}  # first: a final pulse may follow
         keys = [f"pulse/{rank}" for rank in (range(self.processes) if self.rank == 0 else (0, self.rank))]
         for content in self._store.multi_get([key for key in keys if self._store.check([key])]):
             pulse = Pulse(**json.loads(content))
-            last_pulse = self._table.get(pulse.rank)
+            last_pulse = self._pulses.get(pulse.rank)
             # Counted in beats of this process, so that a suspended machine does not count as silent.
             silence = last_pulse.silence + INTERVAL if last_pulse is not None and last_pulse.beat == pulse.beat else 0.0
-            self._table[pulse.rank] = replace(pulse, silence=silence, state=states.get(pulse.rank, ""))
-        pulses = [self._table[rank] for rank in sorted(self._table)]
-        self._trouble += INTERVAL * any(pulse.error or pulse.failure for pulse in pulses)
-        fault = None if self.is_ending else find_fault(self.rank, pulses, self._trouble, self.ddp_timeout)
+            self._pulses[pulse.rank] = replace(pulse, silence=silence, state=states.get(pulse.rank, ""))
+        pulses = [self._pulses[rank] for rank in sorted(self._pulses)]
+        self._trouble_seconds += INTERVAL * any(pulse.error or pulse.failure for pulse in pulses)
+        fault = None if self.is_ending else find_fault(self.rank, pulses, self._trouble_seconds, self.ddp_timeout)
         if fault is None:
             return None
         for pulse in pulses:
             if pulse.state_now() == psutil.STATUS_STOPPED:  # after SIGCONT, it receives the order and finishes saving
                 with suppress(OSError):
                     os.kill(pulse.pid, signal.SIGCONT)
-        has_reported = 0 in self._table and self._table[0].failure  # if so, rank 0 has reported it itself
-        return {"sentence": fault, "speaker": 0 if has_reported else self.rank}
+        has_reported = 0 in self._pulses and self._pulses[0].failure  # if so, rank 0 has reported it itself
+        return {"sentence": fault, "reporter": 0 if has_reported else self.rank}
 
-    def _obey(self, order: dict[str, Any]) -> NoReturn:
+    def _follow(self, order: dict[str, Any]) -> NoReturn:
         """Restart or end this process."""
         sentence, facts = order["sentence"], order.get("facts")
         have_all_heard = self._wait_for_all(HEARD if facts is None else ALL_READY)
@@ -223,7 +224,7 @@ class Watchdog:
                 execute(Restart(sentence, facts))
             except OSError as error:
                 self._leave(f"{sys.executable} could not be started again: {error}")
-        self._leave(sentence if self.rank == order["speaker"] else "")
+        self._leave(sentence if self.rank == order["reporter"] else "")
 
     def _wait_for_all(self, seconds: float) -> bool:
         """Confirm an order and return whether all processes confirm it in time."""
