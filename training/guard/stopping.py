@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
 
 import psutil
 import torch
@@ -24,7 +23,7 @@ from common.progress import IN_NOTEBOOK
 from training.checkpoints.saver import wait_for_writing
 from training.runtime.distributed import waits_for_main
 from training.runtime.launcher import PARENT, die_with_launcher, is_launched
-from training.runtime.restart import show_cursor
+from training.runtime.restart import leave, print_unbuffered
 
 # Exit code after stopping and saving, as a shell would report the signal. If processes have different reasons, the
 # later one in this order wins.
@@ -186,17 +185,3 @@ class Stopper:
         """Set the deadline to exit, because a process stuck in a collective with a dead peer must not keep the device.
         Slow steps get more time, because the exit may take up to two steps."""
         self._leave_at = min(self._leave_at, time.monotonic() + max(GRACE, 3 * self._longest_step))
-
-
-def print_unbuffered(line: str) -> None:
-    """Print to stderr from any thread, bypassing Python's buffers, which the main thread may have locked."""
-    with suppress(OSError):
-        os.write(2, f"{line}\n".encode())
-
-
-def leave(code: int, last_words: str = "") -> NoReturn:
-    """End the process from any thread, even if other threads hang."""
-    show_cursor()
-    if last_words and reports_for_all():
-        print_unbuffered(last_words)
-    os._exit(code)

@@ -27,9 +27,8 @@ from training.checkpoints.run_folder import RunFolder
 from training.checkpoints.saver import wait_for_writing
 from training.checkpoints.status import read_status, write_status
 from training.guard.faults import is_out_of_memory
-from training.guard.stopping import leave, print_unbuffered
 from training.runtime.launcher import PARENT, is_launched
-from training.runtime.restart import Restart, execute, show_cursor
+from training.runtime.restart import Restart, execute, leave, print_unbuffered, show_cursor
 
 TIMEOUT = re.compile("time[d ]*out|timing out", re.IGNORECASE)  # in errors of gloo and NCCL
 PATIENCE = 60.0  # seconds of silence after which a process counts as lost, or ddp_timeout if less

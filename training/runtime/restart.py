@@ -1,4 +1,5 @@
-"""Restart in a fresh process with the same pid. It releases all device memory, and the launcher does not notice."""
+"""End of this process, or its restart with the same pid, from any thread. A restart releases all device memory, and the
+launcher does not notice."""
 
 import json
 import os
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from common.command_line import reports_for_all
 from training.runtime.launcher import LAUNCHER, PARENT
 
 FACTS = "GPT2SCRATCH_RESTART"
@@ -68,3 +70,17 @@ def show_cursor() -> None:
             with suppress(OSError):
                 os.write(descriptor, SHOW_CURSOR)
             break  # both descriptors are the same terminal
+
+
+def print_unbuffered(line: str) -> None:
+    """Print to stderr from any thread, bypassing Python's buffers, which the main thread may have locked."""
+    with suppress(OSError):
+        os.write(2, f"{line}\n".encode())
+
+
+def leave(code: int, last_words: str = "") -> NoReturn:
+    """End the process from any thread, even if other threads hang."""
+    show_cursor()
+    if last_words and reports_for_all():
+        print_unbuffered(last_words)
+    os._exit(code)
