@@ -67,8 +67,6 @@ def train(config: TrainConfig, sizing: Sizing | None, run: Run, watchdog: Watchd
         train_step = build_train_step(
             plan.model, start.checkpoint, batches, config.optim, run.setup, accelerator, start.initializer
         )
-        if start.state.grad_scaler and accelerator.scaler is not None:
-            accelerator.scaler.load_state_dict(start.state.grad_scaler)
         # Begin: only now, after everything was read, a run in the folder may be replaced.
         begin_run(run, config.run, pacer.config_yaml(), forecast.described())
         guard.has_begun = True

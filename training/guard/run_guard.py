@@ -59,6 +59,9 @@ class RunGuard:
         self.has_begun = restarted().get("has_begun", False)  # until then, the folder is not changed
         self.rolls_back = health.on_spike == "rollback"
         self.health = Health(run.accelerator, health, run.start.state)
+        self.scaler = run.accelerator.scaler  # None unless fp16
+        if self.scaler is not None and run.start.state.grad_scaler:
+            self.scaler.load_state_dict(run.start.state.grad_scaler)
         self.stopper = Stopper(stopping, run.accelerator.num_processes)
 
     def __enter__(self) -> "RunGuard":
@@ -130,8 +133,7 @@ class RunGuard:
             raise DivergenceError(f"The loss is not finite at the last step, {step:,}")
         if not self.health.is_lost:  # if the weights recover, the next checkpoint has them
             position, settings = self.run.plan.after(step), self.run.start.state.settings
-            losses, scaler = tuple(self.health.losses), self.run.accelerator.scaler
-            scale = scaler.state_dict() if scaler is not None else None
+            losses, scale = tuple(self.health.losses), self.scaler and self.scaler.state_dict()
             self.saver.save(checkpoints.TrainState(position, settings, losses, self.health.unlogged, scale))
 
     def _fail(self, error: Exception) -> None:
