@@ -144,7 +144,7 @@ def test_forgetting_words_changes_no_ids(rust, fuzz, monkeypatch, name, limit):
     words = WordEncoder(rust, np.dtype("<u2"))
     for start in range(0, 3000, 100):
         assert_same(words, rust, fuzz[start : start + 100])
-        assert len(getattr(words, "number" if name == "REMEMBERED_WORDS" else "pool")) < limit + 4000
+        assert (len(words.known) if name == "REMEMBERED_WORDS" else words.size) < limit + 4000
 
 
 @pytest.mark.parametrize("kind", [WordEncoder, RustEncoder])

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -116,61 +115,44 @@ class WordEncoder:
         self.splitter = WordSplitter()
         self.names = {byte: character for character, byte in byte_level_alphabet().items()}
         self.end = rust.model.token_to_id(self.names[END[0]])
-        self._forget()
-
-    def _forget(self) -> None:
-        self.number = {END: 0}  # of each word, in the order of `first` and `count`
-        self.pool = np.zeros(0, dtype=self.dtype)  # ids of all words
-        self.first, self.count = np.zeros((2, 1), np.int32)  # (words,) first index into the pool and number of ids
+        self.known = {END: b""}  # ids of each word
+        self.size = 0  # number of these ids
 
     def __call__(
         self, texts: list[bytes], followed_by: list[int], starts: Sequence[bool] = ()
     ) -> tuple[np.ndarray, np.ndarray]:
+        import pyarrow as pa  # training from a store does not need it
+
         words = self.splitter.words(texts).dictionary_encode()
-        numbers = self._numbers(words.dictionary.to_pylist())  # (distinct words,)
-        ids = self._ids(numbers).take(words.indices)  # (words,) binaries; four arrays of numpy take twice the time
+        distinct = words.dictionary.to_pylist()
+        ids_of_distinct = pa.array(self._ids_of(distinct), pa.binary())
+        ids = ids_of_distinct.take(words.indices)  # (words,) binaries; four arrays of numpy take twice the time
         indices = np.frombuffer(words.indices.buffers()[1], dtype=np.int32, count=len(words))
-        ends = np.flatnonzero(indices == np.flatnonzero(numbers == 0)[0])  # (texts,) positions of the words 0xFF
+        ends = np.flatnonzero(indices == distinct.index(END))  # (texts,) positions of the words 0xFF
         until = np.frombuffer(ids.buffers()[1], dtype=np.int32)[ends + 1] // self.dtype.itemsize  # (texts,) in `ids`
         ids = np.frombuffer(ids.buffers()[2], dtype=self.dtype)
         return _with_followers(ids, np.diff(until, prepend=0), followed_by)
 
-    def _ids(self, numbers: np.ndarray) -> Any:
-        """Return the ids of words, whose numbers are given, as one Arrow array of binaries."""
-        import pyarrow as pa
+    def _ids_of(self, distinct: list[bytes]) -> list[bytes]:
+        """Return the ids of each word, after encoding the new ones."""
+        if len(self.known) > REMEMBERED_WORDS or self.size > REMEMBERED_IDS:
+            self.known, self.size = {END: b""}, 0
+        known = list(map(self.known.get, distinct))
+        new = [word for word, ids in zip(distinct, known, strict=True) if ids is None]
+        encoded = self._encode(new)
+        self.known |= zip(new, encoded, strict=True)
+        self.size += sum(map(len, encoded)) // self.dtype.itemsize
+        encoded = iter(encoded)
+        return [next(encoded) if ids is None else ids for ids in known]
 
-        starts, counts = self.first[numbers], self.count[numbers]
-        until = np.cumsum(counts, dtype=np.int32)  # (words,) number of ids up to the end of each word
-        places = np.repeat(starts - (until - counts), counts) + np.arange(until[-1], dtype=np.int32)
-        offsets = np.concatenate([np.zeros(1, np.int32), until]) * np.int32(self.dtype.itemsize)
-        buffers = [None, pa.py_buffer(offsets), pa.py_buffer(self.pool[places])]
-        return pa.Array.from_buffers(pa.binary(), len(numbers), buffers)
-
-    def _numbers(self, distinct: list[bytes]) -> np.ndarray:
-        """Return the number of each word, (words,) int32, after encoding the new ones."""
-        if len(self.number) > REMEMBERED_WORDS or len(self.pool) > REMEMBERED_IDS:
-            self._forget()
-        numbers = np.fromiter(map(self.number.get, distinct, itertools.repeat(-1)), np.int32, len(distinct))
-        new = np.flatnonzero(numbers == -1)
-        if not len(new):
-            return numbers
-        words = [distinct[i] for i in new]
-        numbers[new] = np.arange(len(self.number), len(self.number) + len(new))
-        ids, counts = self._encode(words)
-        self.number |= zip(words, numbers[new].tolist(), strict=True)
-        self.first = np.concatenate([self.first, (len(self.pool) + np.cumsum(counts) - counts).astype(np.int32)])
-        self.count = np.concatenate([self.count, counts])
-        self.pool = np.concatenate([self.pool, ids])
-        return numbers
-
-    def _encode(self, words: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of words, (n,), and the number of ids per word, (words,) int32.
-        Some kilobytes of words become one `Encoding`: one per word would double the time."""
+    def _encode(self, words: list[bytes]) -> list[bytes]:
+        """Encode words. Some kilobytes of them become one `Encoding`: one per word would double the time."""
         texts = [END.join([*block, b""]).decode("latin-1").translate(self.names) for block in blocks(words, TEXT_BYTES)]
         encodings = self.words.encode_batch_fast(texts, add_special_tokens=False)
         ids = np.concatenate([np.zeros(0, self.dtype), *(np.array(encoding.ids, self.dtype) for encoding in encodings)])
-        is_end = ids == self.end
-        return ids[~is_end], np.diff(np.flatnonzero(is_end), prepend=-1).astype(np.int32) - 1
+        data, size = ids.tobytes(), ids.itemsize
+        bounds = [0, *((np.flatnonzero(ids == self.end) + 1) * size).tolist()]  # each word ends with END
+        return [data[start : stop - size] for start, stop in itertools.pairwise(bounds)]
 
 
 @dataclass(frozen=True)
