@@ -21,14 +21,14 @@ from common.terminal import show
 from tokenizer.build import output, report
 from tokenizer.build.merge import Merger
 from tokenizer.build.recipe import Recipe
-from tokenizer.build.worker import HASHED_CHARACTERS, DocumentSettings, Part, StorePlan, Workers, done_parts
+from tokenizer.build.worker import HASHED_CHARACTERS, DocumentSettings, Part, StorePlan, Workers, cleaned, done_parts
 from tokenizer.cleaning import cleaning
 from tokenizer.cleaning.dedup import MinHasher
 from tokenizer.corpus.documents import NO_LIMIT, Counts, Limit
 from tokenizer.corpus.files import TOLERATED_SHARE
 from tokenizer.corpus.hub import HubDataset, open_dataset
 from tokenizer.corpus.named_data import find, licenses
-from tokenizer.corpus.units import UNIT_BYTES, Corpus, TextError, Unit, stream
+from tokenizer.corpus.units import UNIT_BYTES, Corpus, TextError, Unit
 from tokenizer.encoding import encode, vocabulary
 from tokenizer.encoding.vocabulary import VocabularyArguments
 from tokenizer.store.store import RESUMES, STORE_FILES, TokenStore, dtype_of
@@ -380,16 +380,11 @@ class Sample:
         limit, limit_of_validation = self.limit, self.limit.of_validation(self.settings.validation_fraction)
         for unit in self.units:
             reader = self.settings.reader(limit_of_validation if unit.val else limit)
-            for piece in stream([unit], reader):
-                is_whole = piece["starts_document"] and piece["ends_document"]
-                text = cleaner(piece["text"], whole=is_whole)
-                if is_whole and text is not None and not text.strip():  # as in the store
-                    reader.counts.documents -= 1
-                    reader.counts.blank += 1
-                elif text:
-                    excess = max(0, reader.counts.bytes - self.bytes_of_unit)
+            for _, text, _ in cleaned(unit, reader, cleaner):
+                excess = max(0, reader.counts.bytes - self.bytes_of_unit)
+                if text:
                     yield text if excess == 0 else text.encode()[: -int(excess)].decode(errors="ignore")
-                if reader.counts.bytes > self.bytes_of_unit:
+                if excess:
                     break
             self.counts.add(reader.counts)
             n_bytes += min(reader.counts.bytes, self.bytes_of_unit)

@@ -127,6 +127,20 @@ def row_type(keys: int) -> np.dtype:
     return np.dtype([*zip(names, ("<u4", "<u4", "<u2", "?", "?", "?", ("<u8", (keys,))), strict=True)])
 
 
+def cleaned(unit: Unit, reader: Reader, cleaner: Cleaner) -> Iterator[tuple[Piece, str, str]]:
+    """Yield the pieces of a unit, their cleaned texts and the paths of their files. Documents that cleaning drops or
+    empties are left out."""
+    for example in stream([unit], reader):
+        path, piece = example.pop("path"), Piece(**example)
+        is_whole = piece.starts_document and piece.ends_document and piece.control is None
+        text = cleaner(piece.text, whole=is_whole)
+        if is_whole and text is not None and not text.strip():
+            reader.counts.blank += 1
+            reader.counts.documents -= 1
+        elif text is not None:
+            yield piece, text, path
+
+
 class UnitProcessor:
     """Processor of the units of an unfinished store."""
 
@@ -151,13 +165,12 @@ class UnitProcessor:
             (self.folder / "parts").mkdir(exist_ok=True)
             files = {split: stack.enter_context(part_file(self.folder, number, split).open("wb")) for split in SPLITS}
             writer = PartWriter(self, number, files, limit)
-            path = None
-            for example in stream([self.units[number]], writer.reader):
-                previous_path, path = path, example.pop("path")
-                piece = Piece(**example)
+            previous_path = None
+            for piece, text, path in cleaned(self.units[number], writer.reader, writer.cleaner):
                 if path != previous_path and not piece.starts_document:  # the document began in an earlier unit
                     writer.begin_document(self._first_piece(path))
-                writer.add(piece)
+                writer.add(piece, text)
+                previous_path = path
             return writer.finish()
 
     def _first_piece(self, path: str) -> str:
@@ -193,15 +206,7 @@ class PartWriter:
         self.copies = int(number) + (part > 0 and share(text, self.settings.seed + 1) < part)
         self.digest = xxhash.xxh3_128()
 
-    def add(self, piece: Piece) -> None:
-        is_whole = piece.starts_document and piece.ends_document and piece.control is None
-        text = self.cleaner(piece.text, whole=is_whole)
-        if text is None:
-            return
-        if is_whole and not text.strip():  # cleaning removed the whole document
-            self.reader.counts.blank += 1
-            self.reader.counts.documents -= 1
-            return
+    def add(self, piece: Piece, text: str) -> None:
         if piece.starts_document:
             self.begin_document(text if piece.chat is None else piece.chat)
         if self.copies == 0:
