@@ -223,8 +223,8 @@ class StoreBuilder:
             units = range(len(parts), min(len(parts) + (1 if is_serial else batch), total))
             if is_of_any_size and len(units) > 1:
                 self.workers.start(total - len(parts))  # later batches are larger
-            # No unit has more than the limit.
-            for part in self.do_units([*units], limit.after(counts) if is_serial else limit):
+            # The exact limit of a unit is known after those before it.
+            for part in self.do_units([*units], limit.after(counts)):
                 remainder = limit.after(counts)
                 if part.counts.bytes > remainder.bytes or part.counts.documents > remainder.documents:
                     parts += self.workers.process(self.work, [part.unit], remainder)
