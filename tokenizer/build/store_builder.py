@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -334,7 +334,7 @@ class StoreBuilder:
         report.describe(
             self.store,
             self.rust,
-            {name: (split.tokens, split.documents, split.bytes) for name, split in merger.progress.splits.items()},
+            {split: astuple(size) for split, size in merger.progress.splits.items()},
             self.inputs,
             eos_token_id=self.plan.settings.eos,
             sources=self.recipe.inputs,

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from functools import cache
 from pathlib import Path
 from threading import Thread
@@ -92,8 +92,8 @@ class StorePlan:
 
     def write(self, folder: Path) -> None:
         # `schema.build` also accepts lists of the values, which are shorter than objects.
-        units = [[unit.copies, [list(vars(part).values()) for part in unit.ranges], unit.val] for unit in self.units]
-        write_atomic(folder / "plan.json", schema.sealed(asdict(self) | {"units": units}))
+        content = asdict(self) | {"units": list(map(astuple, self.units))}
+        write_atomic(folder / "plan.json", schema.sealed(content))
 
 
 @dataclass
@@ -123,8 +123,8 @@ def part_file(folder: Path, number: int, name: str) -> Path:
 def row_type(keys: int) -> np.dtype:
     """Return the dtype of a row, which describes a piece of a document. Its keys are those of the document up to there,
     from the document's beginning in this part."""
-    names = ("tokens", "bytes", "copies", "val", "starts", "ends", "keys")
-    return np.dtype([*zip(names, ("<u4", "<u4", "<u2", "?", "?", "?", ("<u8", (keys,))), strict=True)])
+    flags = [("val", "?"), ("starts", "?"), ("ends", "?")]
+    return np.dtype([("tokens", "<u4"), ("bytes", "<u4"), ("copies", "<u2"), *flags, ("keys", "<u8", (keys,))])
 
 
 def cleaned(unit: Unit, reader: Reader, cleaner: Cleaner) -> Iterator[tuple[Piece, str, str]]:
