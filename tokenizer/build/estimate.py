@@ -118,17 +118,16 @@ def estimate(recipe: Recipe, folder: Path, say: Callable[[str], None]) -> Estima
         if dataset is not None:
             recipe = replace(recipe, corpus=replace(recipe.corpus, max_bytes=str(SAMPLE_BYTES)))
             corpus = Corpus([data], recipe.corpus)
-        builder = StoreBuilder(recipe, folder / "store", lambda line: None, workers)
-        builder.corpus, builder.inputs = corpus, []
-        times = [time.perf_counter()]
+        builder = StoreBuilder(recipe, folder / "store", lambda line: None, workers, corpus=corpus)
+        start = time.perf_counter()
         try:
             _ = builder.plan
-            times.append(time.perf_counter())
+            planned = time.perf_counter()
             store = builder.finish(is_merge=False)
         except UserError as error:
             problem = re.sub(f"^{re.escape(recipe.inputs[0])}", "it", str(error))
             raise UserError(f"In a sample of {data}: {problem}") from error
-        planning_seconds, work_seconds = times[1] - times[0], time.perf_counter() - times[1]
+        planning_seconds, work_seconds = planned - start, time.perf_counter() - planned
     metadata, counts, documents = store.metadata, store.metadata.counts, store.metadata.counts["documents"]
     if dataset is None:
         size = corpus.size - corpus.skipped_size

@@ -94,12 +94,14 @@ class StoreBuilder:
     say: Callable[[str], None]
     workers: Workers
     is_cache: bool = False
+    corpus: Corpus | None = None  # by default, all text of the recipe
 
     def __post_init__(self):
         self.work = self.folder.with_name(f".{self.folder.name}.unfinished")
         self.store = self.work / "store"
         recipe = self.recipe
-        self.corpus = Corpus(recipe.inputs, recipe.corpus, recipe.weights, self.folder, recipe.given)
+        if self.corpus is None:
+            self.corpus = Corpus(recipe.inputs, recipe.corpus, recipe.weights, self.folder, recipe.given)
         self.inputs = self.corpus.identity()
 
     @cached_property
