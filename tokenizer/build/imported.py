@@ -75,7 +75,7 @@ class ImportedSplit:
             raise UserError(
                 f"Every second id of {path} is 0, as in a file of a larger type than {dtype}; check --dtype."
             )
-        ends = []
+        ends = [np.array([len(self.ids)])]  # the last document may have no end-of-text token
         for start in range(0, len(self.ids), BLOCK_TOKENS):
             block = self.ids[start : start + BLOCK_TOKENS]
             wrong = np.flatnonzero((block < 0) | (block >= vocab_size))
@@ -86,9 +86,7 @@ class ImportedSplit:
                 )
             if eos is not None:
                 ends.append(start + 1 + np.flatnonzero(block == eos))
-        self.ends = np.concatenate(ends) if ends else np.zeros(0, dtype=np.int64)  # (documents,) in tokens
-        if not len(self.ends) or self.ends[-1] < len(self.ids):
-            self.ends = np.append(self.ends, len(self.ids))
+        self.ends = np.unique(np.concatenate(ends))  # (documents,) in tokens
 
     def divided_at(self, fraction: float) -> int:
         """Return the first token of the end that is held out: about `fraction` of all, from the start of a document if
@@ -111,8 +109,7 @@ class ImportedSplit:
                 n_bytes += int(lengths[block].sum())
                 file.write(block.astype(dtype))  # `tofile` does not report why it fails
         index = np.append(ends, stop).astype("<u8") - np.uint64(start)
-        with (folder / index_file(split)).open("wb") as file:
-            file.write(index)
+        (folder / index_file(split)).write_bytes(index)
         return stop - start, len(index), n_bytes
 
 
