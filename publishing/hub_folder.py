@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from common.atomic import set_default_permissions, write_atomic
 from common.removal import renew
@@ -41,7 +42,8 @@ def assemble(
         _copy_with_code(release.folder, destination, options.trust_folder_code)
     if options.has_native:
         twin = to_native(model)
-        twin = twin.to(release.dtype) if twin.config.model_type == "gpt2" else twin
+        if twin.config.model_type == "gpt2":  # in the type of the saved weights, which are loaded in float32
+            twin = twin.to(AutoConfig.from_pretrained(release.folder, trust_remote_code=False).dtype or torch.float32)
         save(twin, tokenizer, destination / TWIN if options.has_twin else destination)
     if options.onnx_types and not options.has_weights:
         copy_files(release.folder, (*TOKENIZER, TEMPLATES), destination)
@@ -58,7 +60,13 @@ def assemble(
         shutil.copyfile(plot, destination / plot.name)
     name, license = repository.id.split("/")[1], options.license or release.metadata.get("license")
     license = license if isinstance(license, str) else None  # a page may list several
-    gguf = [_add_gguf(release, destination, kind, name, license, reference.text) for kind in options.gguf]
+    gguf = []
+    for kind in options.gguf:
+        file = destination / f"{name}-{kind.upper()}.gguf"
+        write_gguf(model, tokenizer, file, kind, name, license)
+        logits, loss = logit_difference(model, file, reference.text)
+        tokens = reference.text.numel()
+        gguf.append({"name": file.name, "kind": kind.upper(), "logits": logits, "loss": loss, "tokens": tokens})
     onnx = write_onnx(model, reference, destination, options.onnx_types) if options.onnx_types else []
     write_atomic(destination / "README.md", model_card(release, repository, options, gguf, onnx))
     set_default_permissions(destination)
@@ -77,16 +85,6 @@ def _copy_with_code(folder: Path, destination: Path, trust_folder_code: bool) ->
     for name in CODE:
         shutil.copyfile(OUR_CODE / name, destination / name)
     _set(destination / CONFIG, "auto_map", configuration_gpt2scratch.AUTO_MAP)
-
-
-def _add_gguf(
-    release: PublishedModel, destination: Path, kind: str, name: str, license: str | None, ids: torch.Tensor
-) -> dict[str, Any]:
-    """Write a GGUF file, and return facts for the card, with its differences from the model on `ids` (B, T)."""
-    file = destination / f"{name}-{kind.upper()}.gguf"
-    write_gguf(release.model, release.tokenizer, file, kind, name, license)
-    logits, loss = logit_difference(release.model, file, ids)
-    return {"name": file.name, "kind": kind.upper(), "logits": logits, "loss": loss, "tokens": ids.numel()}
 
 
 def check_native(folder: Path) -> None:

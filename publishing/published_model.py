@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from huggingface_hub import EvalResult
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError
 from modeling_gpt2scratch import GPT2ScratchForCausalLM
@@ -56,7 +55,6 @@ class PublishedModel:
 
     folder: Path
     model: GPT2ScratchForCausalLM  # in float32
-    dtype: torch.dtype  # of the saved weights
     tokenizer: PreTrainedTokenizerBase
     training: Training | None  # None for a folder without a run
     facts: dict[str, Any] | None  # of report.json, or None if there is a page that a person wrote
@@ -88,7 +86,6 @@ class PublishedModel:
         return PublishedModel(
             folder=folder,
             model=model,
-            dtype=AutoConfig.from_pretrained(folder, trust_remote_code=False).dtype or torch.float32,
             tokenizer=tokenizer,
             training=_training(run, folder) if run is not None else None,
             facts=facts,
