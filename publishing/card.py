@@ -104,15 +104,14 @@ def _examples(release: PublishedModel) -> dict[str, Any]:
     tokenizer."""
     training, tokenizer, context = release.training, release.tokenizer, release.model.config.n_positions
     text = ["The quick brown fox jumps over the lazy dog.", *_samples(release)][-1]
-    prompts = [prompt for prompt in (training.config.sampling.sample_prompts if training is not None else []) if prompt]
-    prompts = [*_widget(release), *prompts]
-    if is_chat := tokenizer.chat_template is not None:
-        prompts.insert(0, "Hello")
     if encode.is_character(tokenizer.backend_tokenizer):
         characters = tokenizer.get_vocab()
         text = "".join(filter(characters.__contains__, text)) or "".join(sorted(characters)[:context])
     text, new_tokens = _cut(text, min(80, context)), min(30, context // 2)
-    prompt = _cut((prompts or [text[: max(1, len(text) // 2)]])[0], context - new_tokens)
+    is_chat = tokenizer.chat_template is not None
+    of_run = training.config.sampling.sample_prompts if training is not None else []
+    prompts = ["Hello" * is_chat, _widget(release), *of_run, text[: max(1, len(text) // 2)]]
+    prompt = _cut(next(filter(None, prompts), ""), context - new_tokens)
     return {"prompt": prompt, "text": text, "is_chat": is_chat, "new_tokens": new_tokens}
 
 
@@ -123,14 +122,14 @@ def _samples(release: PublishedModel) -> list[str]:
     return [text for text in samples if release.facts is not None or text.strip()[:20] in page]
 
 
-def _widget(release: PublishedModel) -> list[str]:
-    """Return the prompt that the page shows, if the tokenizer has its characters."""
+def _widget(release: PublishedModel) -> str:
+    """Return the prompt that the page shows, or an empty text if the tokenizer lacks its characters."""
     with suppress(*NONSENSE):  # of a page
         text = release.metadata["widget"][0]["text"]
         is_character = encode.is_character(release.tokenizer.backend_tokenizer)
         if isinstance(text, str) and (not is_character or set(text) <= release.tokenizer.get_vocab().keys()):
-            return [text] * bool(text)
-    return []
+            return text
+    return ""
 
 
 def _cut(text: str, tokens: int) -> str:
