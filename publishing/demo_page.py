@@ -240,7 +240,7 @@ def loss_tab(models: dict[str, DemoModel], selection: list[str], example: str) -
 def build(groups: list[list[DemoModel]], title: str, examples: list[str], text: str) -> gradio.Blocks:
     """Return the page for `serve`. The first model of each group is chosen at first. `text`: the first one to score."""
     sources = {entry.source: entry for group in groups for entry in group}
-    models = dict(zip(map(str, range(len(sources))), sources.values(), strict=True))  # visitors see no paths
+    models = {str(number): entry for number, entry in enumerate(sources.values())}  # visitors see no paths
     selection = [key for key, entry in models.items() if entry.source in {group[0].source for group in groups}]
     with gradio.Blocks(title=title, analytics_enabled=False) as page:
         gradio.HTML(str(PARTS.head(title)))
