@@ -41,8 +41,7 @@ LADDER = {
 CHECKED = {1.5e13: (1337, 1, 2), 6e13: (1337, 1)}
 RATES = ("learning_rate", "embedding_learning_rate", "head_learning_rate")
 VOCAB_SIZE = 2048  # of all runs, so that losses per token can be compared
-# The rules were measured without second targets and induction circuit.
-SPARING = {"save_strategy": "no", "sample_tokens": 0, "second_target_weight": 0, "induction_init": False}
+SPARING = {"save_strategy": "no", "sample_tokens": 0}
 PATH = RESULTS / "scaling-python-standard-library-cpu.jsonl"
 Run = dict[str, Any]
 
@@ -193,7 +192,7 @@ def choice_of(flops: float, found: dict[str, Run]) -> Run:
 
 def draw(found: dict[str, Run]) -> None:
     """Plot bits per byte by parameters, one curve per budget, and the minima by FLOPs with the fitted power law."""
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE | {"text.parse_math": True}):
         figure = Figure(figsize=(9, 3.8))
         by_size, by_flops = figure.subplots(1, 2, sharey=True)
         for family, color in {"modern": BLUE, "gpt2": ORANGE}.items():

@@ -19,7 +19,7 @@ EPOCHS_SOURCE = "Muennighoff et al. 2023, equations 5 and 6, for 7M to 8.7B para
 PUBLISHED_SIZES, PUBLISHED_TOKENS = (70e6, 16e9), 1.16e9  # N of `expected_loss`, and the lowest D of `best_batch`
 # (k, g) of bits per byte = k C^-g for the best size at C FLOPs, fitted to runs on the text of the quickstart, and the
 # range of C.
-POWER_LAWS, MEASURED_FLOPS = {"gpt2": (18.42, 0.0812), "modern": (67.35, 0.1283)}, (5e12, 6e13)
+POWER_LAWS, MEASURED_FLOPS = {"gpt2": (18.04, 0.08045), "modern": (19.82, 0.0898)}, (5e12, 6e13)
 EPOCHS_AS_NEW = 4  # repeated tokens are worth nearly as much as new ones (Muennighoff et al. 2023, section 6)
 EXPONENT = 0.353  # of N and D in the loss (same source, equation 12)
 # Decay of the value of repeated tokens, and of parameters beyond the best number for U: published, and the latter
@@ -149,8 +149,7 @@ def expected_loss(family: str, parameters: float, tokens: float) -> tuple[float,
 
 def measured_bits_per_byte(family: str, flops: float) -> tuple[float, float] | None:
     """Return the lowest and highest bits per byte on the text of the quickstart, 5% below and above the law of
-    `POWER_LAWS`, or None outside of its range. The law was measured without second targets and induction circuit, with
-    which the quickstart is 7% below it."""
+    `POWER_LAWS`, or None outside of its range."""
     (k, g), (lowest, highest) = POWER_LAWS[family], MEASURED_FLOPS
     bits = k * flops**-g
-    return ((0.92 if family == "modern" else 0.95) * bits, 1.05 * bits) if lowest <= flops <= highest else None
+    return (0.95 * bits, 1.05 * bits) if lowest <= flops <= highest else None
