@@ -88,19 +88,14 @@ class ChatTemplate:
         if chat is None:
             raise ValueError("it is not a list of messages with role and content")
         content = "".join(part for message in chat for part in message.values())
-        free = (chr(mark) for mark in MASKS if chr(mark) not in content)
-        marks: dict[str, str] = {}
-
-        def masked_token(match: re.Match) -> str:
-            character = match[0][0]
-            if character not in marks:
-                marks[character] = next(free)
-            return marks[character] + match[0][1:]
-
-        for message in chat:
-            for name in message:
-                while self.control.search(message[name]):  # a token can contain another one
-                    message[name] = self.control.sub(masked_token, message[name])
+        marks: dict[str, str] = {}  # by the first character of a token, which they replace
+        if self.control.search(content):
+            free = (chr(mark) for mark in MASKS if chr(mark) not in content)
+            marks = dict(zip(dict.fromkeys(token[0] for token in self.control_tokens), free, strict=False))
+            for message in chat:
+                for name in message:
+                    while self.control.search(message[name]):  # a token can contain another one
+                        message[name] = self.control.sub(lambda token: marks[token[0][0]] + token[0][1:], message[name])
         try:
             [result], _ = render_jinja_template([chat], chat_template=self.source, **self.variables)
         except Exception as error:  # a template can raise any exception
