@@ -81,20 +81,14 @@ class Counts:
         return worst
 
 
-def place_words(place: dict[str, Any], path: str | None = None) -> str:
-    """Return a place as the end of a sentence: `, line 3 (broken)`. With a `path`, a byte becomes a line."""
-    if path is not None and "byte" in place:
-        place = place | {"line": files.line_number(path, place["byte"])}
-    units = ("line" if "line" in place else "byte", "record")
-    words = "".join(f", {unit} {place[unit]:,}" for unit in units if unit in place)
-    return words + (f" ({place['why']})" if "why" in place else "")
-
-
 def name_and_place(path: str, place: dict[str, Any], with_lines: bool = False) -> tuple[str, str]:
-    """Return the name of a file, and a place in it as the end of a sentence. The copy of a dataset that a program gave
-    is named after the dataset, and its lines are records."""
+    """Return the name of a file, and a place in it as the end of a sentence: `, line 3 (broken)`. `with_lines`: a byte
+    becomes a line. The copy of a dataset that a program gave is named after the dataset, and its lines are records."""
     copy = COPY.fullmatch(path)
-    words = place_words(place, path if with_lines or copy else None)
+    if "byte" in place and (with_lines or copy):
+        place = {"line": files.line_number(path, place["byte"]), **place}
+    words = next((f", {unit} {place[unit]:,}" for unit in ("line", "byte", "record") if unit in place), "")
+    words += f" ({place['why']})" if "why" in place else ""
     return (path, words) if copy is None else (copy[1], words.replace(", line", ", record", 1))
 
 
@@ -160,9 +154,9 @@ class Reader:
         bad = counts.empty_records - bad_start
         number = bad + counts.documents + counts.blank - good_start
         if part.may_skip and bad > files.TOLERATED_SHARE * number:
-            path = None if part.start else part.path  # the lines before a later part would be read for each part
-            place = place_words(self._forget_records(part, bad_start), path)[1:]
-            problem = f"{part.path} has no text in {bad:,} of {number:,} records, the first in{place}."
+            place = self._forget_records(part, bad_start)
+            _, words = name_and_place(part.path, place, not part.start)  # later parts would read all lines before them
+            problem = f"{part.path} has no text in {bad:,} of {number:,} records, the first in{words[1:]}."
             counts.note_unreadable(part.path, part.n_bytes * bad // number, files.UnreadableError(problem))
 
     def _forget_records(self, part: ByteRange, bad_start: int) -> dict[str, Any]:
