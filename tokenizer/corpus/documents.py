@@ -56,8 +56,8 @@ class Counts:
             self.first.setdefault(name, {}).setdefault(path, [0, place])[0] += number
 
     def note_unreadable(self, path: str, n_bytes: int, error: UserError) -> None:
-        if isinstance(error, files.BinaryError):
-            self.note("binary_files", 1, path)
+        if name := {files.BinaryError: "binary_files", files.NoTextColumnError: "tables"}.get(type(error)):
+            self.note(name, 1, path)
         else:
             self.note("unreadable_files", 1, path, why=str(error).removesuffix(".").removeprefix(f"{path} "))
             self.unreadable_bytes += n_bytes

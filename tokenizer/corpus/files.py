@@ -38,6 +38,10 @@ class BinaryError(UnreadableError):
     """Error for a binary file."""
 
 
+class NoTextColumnError(UnreadableError):
+    """Error for a file of records whose text column cannot be determined."""
+
+
 @contextmanager
 def readable(path: str) -> Iterator[None]:
     """Turn errors of reading `path` into an `UnreadableError`."""

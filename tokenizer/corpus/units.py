@@ -112,10 +112,6 @@ class TextError(UserError):
     """Error for text that cannot be used as it is: with the same text and settings, each command ends in it."""
 
 
-class NoTextColumnError(UserError):
-    """Error for a file of records whose text column cannot be determined."""
-
-
 @dataclass
 class Source:
     """One input: local files, a dataset on the Hub, or a dataset of a Python program, which is copied to files."""
@@ -269,7 +265,7 @@ class Corpus:
     def units(self) -> list[Unit]:
         """Divide the text into units. Text of validation splits comes first: of repeated documents, the first is kept.
         Raise a `UserError` if the text column of files is ambiguous (one line per file), or a Hub dataset is broken."""
-        problems, tables, text, validation, table_bytes = [], [], [], [], 0
+        problems, tables, text, validation = [], {}, [], []  # tables: bytes, by what is wrong with them
         for source in self.sources:
             ranges: list[tuple[int, ByteRange]] = []
             is_one = len(source.files) == 1 and source.copies < 1 and self.arguments.sample_by == "document"
@@ -282,16 +278,11 @@ class Corpus:
             for file in source.files:
                 try:
                     (validation if file.val else ranges).extend(self._ranges(file, name))
-                except NoTextColumnError as error:
-                    table_bytes += file.size
-                    if file.is_named:
-                        problems.append(str(error))
-                    else:
-                        tables.append(f"{str(error)[:-1]}, or skip the file with --exclude.")
-                    self.finder.skipped.note("tables", 1, file.path)
                 except files.UnreadableError as error:
                     if file.is_named:
                         problems.append(str(error))
+                    elif isinstance(error, files.NoTextColumnError):
+                        tables[f"{str(error)[:-1]}, or skip the file with --exclude."] = file.size
                     self.finder.skipped.note_unreadable(file.path, file.size, error)
             if source.hub is not None:
                 for shards, result in zip(self._shards(source.hub, name), (ranges, validation), strict=False):
@@ -308,11 +299,12 @@ class Corpus:
             is_limited = self.arguments.limit != NO_LIMIT
             groups = _grouped((0 if is_limited else size, part) for size, part in validation)
             units = [*(Unit(1.0, group, True) for group in groups), *(replace(unit, val=False) for unit in units)]
-        if not problems and (not units or table_bytes > SKIPPED_SHARE * self.size):
-            problems = tables
-        name, parts = self.arguments.text_column, [part for unit in units for part in unit.ranges]
-        if not problems and name is not None and not any(part.column for part in parts):
-            problems = tables or [f"text_column is {name}, but {first_of(self.inputs)} has no records; leave it out."]
+        if not problems and (not units or sum(tables.values()) > SKIPPED_SHARE * self.size):
+            problems = [*tables]
+        column, parts = self.arguments.text_column, [part for unit in units for part in unit.ranges]
+        if not problems and column is not None and not any(part.column for part in parts):
+            no_records = f"text_column is {column}, but {first_of(self.inputs)} has no records; leave it out."
+            problems = [*tables] or [no_records]
         Problems(problems[:20]).refuse()
         self.check(self.finder.skipped, is_all=False)
         return units
@@ -394,7 +386,7 @@ class Corpus:
         problem = f"has no column {name!r}" if name else "has no obvious text column"
         # In csv, None is the key of the values beyond the header.
         names = ", ".join(" ".join(str(key).split()) for key in valid[0] if key is not None)
-        raise NoTextColumnError(
+        raise files.NoTextColumnError(
             f"{label} {problem}; its columns are {names[:300] or 'none'}: choose one with --text_column."
         )
 
