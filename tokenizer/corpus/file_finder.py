@@ -142,13 +142,10 @@ def _folders(folder: str, above: tuple[str, ...] = ()) -> Iterator[str]:
     if (path := os.path.realpath(folder)) in above:
         return
     yield folder
-    try:
-        with os.scandir(folder) as entries:
-            folders = [entry.path for entry in entries if entry.name[0] != "." and os.path.isdir(entry.path)]
-    except OSError:
-        return
-    for inner in folders:
-        yield from _folders(inner, (*above, path))
+    _, names, _ = next(os.walk(folder), ("", [], []))  # none of a folder that cannot be read
+    for name in names:
+        if not name.startswith("."):
+            yield from _folders(os.path.join(folder, name), (*above, path))
 
 
 def _saved_by_datasets(folder: str, names: set[str]) -> set[str] | None:
