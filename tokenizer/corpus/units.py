@@ -32,7 +32,7 @@ from tokenizer.corpus.records import CHAT_COLUMNS, TEXT_COLUMNS, arrow_batches, 
 UNIT_BYTES = 16 << 20
 SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*([kmgt]?)(i?)b?", re.IGNORECASE | re.ASCII)
 SAMPLED_RECORDS = 100  # records read at the head of a file to find its text column
-INFLATION = 4.0  # assumed compression ratio of compressed text, for estimates
+INFLATION = 4  # assumed compression ratio of compressed text, for estimates
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
 SKIPPED_SHARE = 0.5  # share of the bytes up to which files that were found are skipped because they cannot be read
 LEFT_OUT = {
@@ -122,11 +122,6 @@ class Source:
     hub: HubDataset | None
     files: list[TextFile] = field(default_factory=list)
 
-    @property
-    def text_size(self) -> int:
-        """Bytes of text in its files, estimated for compressed ones."""
-        return sum(int(file.size * (INFLATION if files.is_packed(file.path) else 1)) for file in self.files)
-
 
 class Corpus:
     """Text of `inputs`.
@@ -187,7 +182,10 @@ class Corpus:
     @cached_property
     def text_sizes(self) -> list[int]:
         """Bytes of text per input, estimated for compressed files."""
-        return [source.text_size for source in self.sources]
+        return [
+            sum(file.size * (INFLATION if files.is_packed(file.path) else 1) for file in source.files)
+            for source in self.sources
+        ]
 
     @property
     def text_size(self) -> int:
