@@ -128,7 +128,7 @@ def verify_formats(location: Location, reference: Expected, options: FolderArgum
     if options.has_weights:
         verify(location, reference)
     if options.has_twin:
-        verify(replace(location, subfolder=TWIN, has_code=False), replace(reference, windows={}, run_loss=None))
+        verify(replace(location, subfolder=TWIN, has_code=False), replace(reference, windows={}))
 
 
 if __name__ == "__main__":
