@@ -152,7 +152,7 @@ def find_models(name: str) -> tuple[list[DemoModel], list[str], list[str]]:
         checkpoint = folder if is_checkpoint(folder) else run.checkpoint_of_model()
         step = checkpoint and step_of(checkpoint)  # None if the checkpoint was deleted
         facts = [f"step {step:,}"] if step else []
-        if step and (entry := scores.get(step)) is not None:
+        if entry := scores.get(step):
             facts += [f"validation loss {entry['eval_loss']:.2f}", f"{entry['eval_bits_per_byte']:.2f} bits per byte"]
         models.append(DemoModel(f"{title}, {facts.pop(0)}" if is_checkpoint(folder) else title, str(folder), facts))
     samples = [*chain(*[*read_samples(run.samples).values()][-1:])]
@@ -166,10 +166,10 @@ def publish(options: DemoArguments) -> None:
     """Write the files of a static page, or of a Space in runs/spaces/. Upload them to the Space, if one is given and
     this is not a dry run."""
     sdk = "gradio" if options.static is None else "static"
-    space = Repository(options.space or "", "space", options.private, sdk=sdk)
-    title = space.id.partition("/")[2] or "Language models"
+    space = Repository(options.space, "space", options.private, sdk=sdk) if options.space else None
+    title = space.id.partition("/")[2] if space else "Language models"
     folder = Path(options.static or f"runs/spaces/{title}")
-    if space.id and not options.dry_run:
+    if space and not options.dry_run:
         check_access(space)
     if sdk == "gradio":
         if not options.dry_run:
@@ -182,7 +182,7 @@ def publish(options: DemoArguments) -> None:
         entries = [entry for entry, *_ in groups]
         write_page(entries, folder, title, options.examples or examples, options.onnx or "fp32", options.cdn)
         write_card(folder, SpaceCardData(title=title, sdk=sdk, short_description="Models that run in your browser"))
-    if not space.id:
+    if space is None:
         print(f"Wrote {folder}: serve it with python -m http.server --bind 127.0.0.1 -d {shlex.quote(str(folder))}")
     elif options.dry_run:
         print(f"Not uploaded (--dry_run): {folder} would be uploaded to {space.id}.")
