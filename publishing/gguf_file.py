@@ -211,10 +211,9 @@ def _add_vocabulary(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int)
     for i, token in rust.get_added_tokens_decoder().items():
         types[i] = kinds.CONTROL if token.special else kinds.USER_DEFINED
     eos = tokenizer.eos_token_id
-    if eos is None:
-        eos = tokens.index(vocabulary.END_OF_TEXT) if vocabulary.END_OF_TEXT in tokens else vocab_size
-    if eos == vocab_size:
+    if eos is None and vocabulary.END_OF_TEXT not in tokens:
         tokens, types = [*tokens, vocabulary.END_OF_TEXT], [*types, kinds.CONTROL]
+    eos = tokens.index(vocabulary.END_OF_TEXT) if eos is None else eos
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
@@ -230,7 +229,7 @@ def _add_vocabulary(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int)
             writer.add_chat_template(tokenizer.get_chat_template())
             if (end := turn_end(tokenizer)) not in (None, eos):
                 writer.add_eot_token_id(end)
-    return eos == vocab_size
+    return len(tokens) > vocab_size
 
 
 @dataclass
