@@ -23,9 +23,9 @@ from training.checkpoints.loading import is_hub_id
 from training.report.report import environment
 
 TEMPLATES = Path(__file__).parent / "templates"
-# Metadata that is not kept from the card of a model folder or of the repository; flags replace the others.
-COMPUTED = {"library_name", "pipeline_tag", "tags", "model-index", "model_name", "eval_results"}
-RESERVED = {"self", "ignore_metadata_errors", *dir(ModelCardData)}  # names that `ModelCardData` uses itself
+# Metadata that is not kept from the card of a model folder or of the repository: results, which the new card computes,
+# and names that `ModelCardData` uses itself.
+DROPPED = {"model-index", "model_name", "eval_results", "self", "ignore_metadata_errors", *dir(ModelCardData)}
 
 
 @dataclass
@@ -152,15 +152,12 @@ def _metadata(release: PublishedModel, repository: Repository, options: FolderAr
             values["datasets"] = sorted(set(training.store.metadata.hub_datasets))
         elif release.facts is not None:  # the store is gone, but the report names the Hub datasets
             values["datasets"] = sorted(release.facts["data"].get("commits", {}))
-    metadata = metadata | {name: value for name, value in values.items() if value}
-    results = _results(release)
-    return ModelCardData(
-        library_name="transformers" if options.has_weights else "transformers.js",
-        pipeline_tag="text-generation",
-        tags=tags,
-        **{str(name): value for name, value in metadata.items() if name not in COMPUTED | RESERVED},
-        **({"model_name": repository.id.split("/")[1], "eval_results": results} if results else {}),
-    )
+    library = "transformers" if options.has_weights else "transformers.js"
+    values |= {"library_name": library, "pipeline_tag": "text-generation", "tags": tags}
+    if results := _results(release):
+        values |= {"model_name": repository.id.split("/")[1], "eval_results": results}
+    kept = {str(name): value for name, value in metadata.items() if name not in DROPPED}
+    return ModelCardData(**kept | {name: value for name, value in values.items() if value})
 
 
 def _results(release: PublishedModel) -> list[EvalResult]:
