@@ -207,13 +207,13 @@ def upload(folder: Path, repository: Repository) -> CommitInfo:
             raise UserError(f"{problem}; correct these values.") from error
         if not hub.repo_exists(**target):
             hub.create_repo(**target, private=repository.private, space_sdk=repository.sdk)
-        paths, is_copy = published_files(folder), False  # a copy of main, until the first upload to the branch
+        paths = published_files(folder)
         if repository.branch is not None:
             additions = [CommitOperationAdd(name, path) for name, path in paths.items()]
             hub.preupload_lfs_files(**target, additions=additions)  # before the branch exists with the files of main
             hub.create_branch(**target, branch=repository.branch, exist_ok=True)
-            is_copy = hub.repo_info(**on_branch).sha == hub.repo_info(**target).sha
         parent = hub.repo_info(**on_branch).sha  # the Hub refuses the commit if the branch moves during the upload
+        is_copy = repository.branch is not None and parent == hub.repo_info(**target).sha  # before its first upload
         names = hub.list_repo_files(**on_branch)
         stale = _own_files(repo_id, {*names} - paths.keys()) if is_model else []
         if is_model and "README.md" in names and not is_copy and _is_edited(_page(repo_id, repository.branch)):
