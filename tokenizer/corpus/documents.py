@@ -122,49 +122,42 @@ class Reader:
 
     def pieces(self, part: ByteRange) -> Iterator[Piece]:
         """Yield the pieces of all documents that are not blank.
-        Raise a `UserError` if the file cannot be read to its end. A file that may be skipped ends there instead."""
+        Raise a `UserError` if the file cannot be read to its end. A file that may be skipped ends there instead. If too
+        many of its records have no text, such a file counts as unreadable, by their share of its bytes."""
         if self.is_cut:
             return
-        bad, good = self.counts.empty_records, self.counts.documents + self.counts.blank
-        is_complete = True
+        counts = self.counts
+        empty, others = counts.empty_records, counts.documents + counts.blank  # before this part
+        is_complete, bad, number = True, 1, 1  # the share of an unreadable file: bad of number
         try:
             for piece in self._of_text(part) if part.kind == "text" else self._of_records(part):
                 is_whole = piece.starts_document and piece.ends_document and piece.control is None
                 if is_whole and (not piece.text or piece.text.isspace()):
-                    self.counts.blank += 1
+                    counts.blank += 1
                     continue
                 if (counted := self._counted(piece)) is not None:
                     yield counted
                 if self.is_cut:
                     return
                 is_complete = piece.ends_document
-            self._check_records(part, bad, good)
+            bad = counts.empty_records - empty
+            number = bad + counts.documents + counts.blank - others
+            if part.may_skip and bad > files.TOLERATED_SHARE * number:
+                _, place = counts.first["empty_records"][part.path]
+                _, words = name_and_place(part.path, place, not part.start)  # later parts would read the lines before
+                raise files.UnreadableError(
+                    f"{part.path} has no text in {bad:,} of {number:,} records, the first in{words[1:]}."
+                )
         except files.UnreadableError as error:
             if not part.may_skip:
                 raise
-            if self.counts.empty_records > bad:  # the damage explains them
-                self._forget_records(part, bad)
-            self.counts.note_unreadable(part.path, part.n_bytes, error)
+            if counts.empty_records > empty:  # the damage explains them
+                counts.empty_records = empty
+                del counts.first["empty_records"][part.path]
+                counts.first = {name: places for name, places in counts.first.items() if places}
+            counts.note_unreadable(part.path, part.n_bytes * bad // number, error)
             if not is_complete:
                 yield Piece("", False, True)
-
-    def _check_records(self, part: ByteRange, bad_start: int, good_start: int) -> None:
-        """Count a file that may be skipped as unreadable, by its share of bad bytes, if too many records lack text."""
-        counts = self.counts
-        bad = counts.empty_records - bad_start
-        number = bad + counts.documents + counts.blank - good_start
-        if part.may_skip and bad > files.TOLERATED_SHARE * number:
-            place = self._forget_records(part, bad_start)
-            _, words = name_and_place(part.path, place, not part.start)  # later parts would read all lines before them
-            problem = f"{part.path} has no text in {bad:,} of {number:,} records, the first in{words[1:]}."
-            counts.note_unreadable(part.path, part.n_bytes * bad // number, files.UnreadableError(problem))
-
-    def _forget_records(self, part: ByteRange, bad_start: int) -> dict[str, Any]:
-        """Do not count the records without text of a file that counts as unreadable. Return the place of the first."""
-        self.counts.empty_records = bad_start
-        _, place = self.counts.first["empty_records"].pop(part.path)
-        self.counts.first = {name: places for name, places in self.counts.first.items() if places}
-        return place
 
     def _counted(self, piece: Piece) -> Piece | None:
         """Count and return a piece, or None if the limit leaves nothing of its document. The piece at the limit is cut
