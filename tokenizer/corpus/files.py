@@ -121,9 +121,9 @@ def check_text(head: bytes, path: str, may_skip: bool = False) -> None:
     limit = TOLERATED_SHARE * len(head)
     valid, length = codecs.utf_8_decode(head, "ignore", False)  # an incomplete last character does not count
     invalid = 0 if head.isascii() else length - len(valid.encode())
-    is_compressed = invalid > limit and len(head) - len(head.translate(None, NOT_OF_TEXT)) > limit
+    looks_compressed = invalid > limit and len(head) - len(head.translate(None, NOT_OF_TEXT)) > limit
     # The lengths and versions in the first bytes of most binary files have several NUL bytes.
-    if is_compressed or SIGNATURES.match(head) or head.count(0) > max(1, limit) or head[:32].count(0) > 2:
+    if looks_compressed or SIGNATURES.match(head) or head.count(0) > max(1, limit) or head[:32].count(0) > 2:
         remedy = "unpack it or convert it to text"
         if path.endswith(PACKED_STORE):
             remedy += f"; if it is a packed token store, unpack it with {unpack_command(path)}"
