@@ -64,7 +64,9 @@ class GivenDataset:
                 content = part._fingerprint + "transformed" * _is_transformed(part)  # earlier stores lack the transform
             else:
                 with closing(self.records(split)) as records:
-                    content = json.dumps([*itertools.islice(records, COMPARED_RECORDS)], default=_without_address)
+                    head = [*itertools.islice(records, COMPARED_RECORDS)]
+                # Addresses, in the texts of values that JSON does not know, differ between processes.
+                content = json.dumps(head, default=lambda value: re.sub(r" at 0x[0-9A-Fa-f]+", "", str(value)))
             identity.append([f"{self.name}/{split}", rows, int(hashlib.sha256(content.encode()).hexdigest()[:15], 16)])
         return identity
 
@@ -107,11 +109,6 @@ class GivenDataset:
                     clause = f"{self.name} has more than {characters / 1e9:.1f} GB of text, and its rest needs at least"
                     remedy = "set max_bytes or max_documents, or name an output on another disk"
                     require_room(path.parent, FREE_BYTES, clause, remedy)
-
-
-def _without_address(value: Any) -> str:
-    """Return the text of a value that JSON does not know, without its address, which differs between processes."""
-    return re.sub(r" at 0x[0-9A-Fa-f]+", "", str(value))
 
 
 def _is_transformed(part: Any) -> bool:
