@@ -65,9 +65,7 @@ def place_to_cut(path: str, offset: int, by: str, limit: int | None = None) -> t
         if by != "document":
             return _end_of(SEPARATORS[by], file, limit), True
         window = file.read(WINDOW_BYTES)
-    lead = 1  # number of bytes before the first character
-    while lead < min(4, len(window)) and 0x80 <= window[lead] < 0xC0:
-        lead += 1
+    lead = re.match(rb".?[\x80-\xbf]{0,3}", window, re.DOTALL).end()  # number of bytes before the first character
     lead += window[lead - 1 : lead + 1] == b"\r\n"  # never cut within a line break
     text = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape").decode(window[lead:])  # whole characters
     match = next(filter(None, (pattern.search(text) for pattern in FIRST_CUTS)), None)
