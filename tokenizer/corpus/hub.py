@@ -80,7 +80,7 @@ def without_media(part: Any) -> Any:
     """Return a dataset whose pictures, sound and video stay bytes when a record is read, without a format."""
     import datasets
 
-    features = datasets.Features({name: _undecoded(feature) for name, feature in (part.features or {}).items()})
+    features = datasets.Features(_undecoded(part.features or {}))
     if repr(features) == repr(part.features or {}):  # they are equal whether or not they are decoded
         return part
     if not hasattr(part, "num_rows"):
@@ -94,8 +94,6 @@ def _undecoded(feature: Any) -> Any:
     """Return a feature of `datasets` without decoding, also in lists and dictionaries."""
     if isinstance(feature, dict):
         return {name: _undecoded(part) for name, part in feature.items()}
-    if isinstance(feature, list):
-        return [_undecoded(part) for part in feature]
     if hasattr(feature, "feature"):
         return replace(feature, feature=_undecoded(feature.feature))
     has_media = hasattr(feature, "decode") and type(feature).__name__ != "Json"  # which is text
