@@ -197,7 +197,7 @@ def _add_vocabulary(writer, tokenizer: PreTrainedTokenizerBase, vocab_size: int)
     """Write the tokenizer as a byte-level BPE over GPT-2's words. Return whether an end-of-text token had to be
     added."""
     kinds, rust = gguf.TokenType, tokenizer.backend_tokenizer
-    token_of = {i: token for token, i in rust.get_vocab().items()}
+    token_of = dict(sorted((i, token) for token, i in rust.get_vocab().items()))
     if encode.is_character(tokenizer.backend_tokenizer):
         characters = {i: token.encode() for i, token in token_of.items() if len(token) == 1}
         names = {i: "".join(STAND_INS[byte] for byte in character) for i, character in characters.items()}

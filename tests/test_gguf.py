@@ -164,6 +164,13 @@ def test_a_special_token_of_a_character_tokenizer_is_not_made_of_bytes(write_mod
     assert not [pair for pair in fields["tokenizer.ggml.merges"].contents() if pair.isascii()]
 
 
+def test_files_of_a_character_tokenizer_are_equal(write_model):
+    model, file = write_model(characters())
+    content = file.read_bytes()
+    write_gguf(model, characters(), file, "f16", "Tiny")
+    assert file.read_bytes() == content
+
+
 def test_llama_cpp_reads_the_special_tokens_and_the_chat_template(write_model, llama):
     tokenizer = bpe()
     tokenizer.add_tokens(["two words"])
