@@ -17,8 +17,6 @@ from datasets.arrow_writer import ArrowWriter
 
 from common.removal import mark
 from conftest import assert_user_error, error_of, without_root
-from tokenizer.corpus import documents as documents_module
-from tokenizer.corpus import units as corpus_module
 from tokenizer.corpus.byte_range import ByteRange
 from tokenizer.corpus.documents import Counts, Reader
 from tokenizer.corpus.named_data import licenses
@@ -26,6 +24,7 @@ from tokenizer.corpus.records import records
 from tokenizer.corpus.units import Corpus, CorpusArguments, kind_of
 
 GOOD = "good words " * 100
+NO_FILES = "has no files except hidden files, token stores, runs and links (only a glob follows links);"
 
 
 def corpus(*inputs, weights=(), **arguments) -> Corpus:
@@ -70,16 +69,19 @@ def write(path: Path, content: str | bytes) -> Path:
 def write_records(path: Path, records: list[dict]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".csv":
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, records[0])
-            writer.writeheader()
-            writer.writerows(records)
+        write_table(path, [records[0].keys(), *(record.values() for record in records)])
     elif path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(records), path, row_group_size=50)
     elif path.suffix == ".json":
-        path.write_text(json.dumps(records), encoding="utf-8")
+        write(path, json.dumps(records))
     else:
-        path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        write(path, "".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_table(path: Path, rows: list) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",").writerows(rows)
     return path
 
 
@@ -98,10 +100,7 @@ def test_glob_finds_every_file_once_in_a_fixed_order(tmp_path):
     for link in ("deep/loop", "en/loop"):  # the paths through both never end
         (tmp_path / link).symlink_to(tmp_path)
     (tmp_path / "a loop").symlink_to(tmp_path / "a loop")
-    (tmp_path / "linked").mkdir()
-    write(tmp_path / "linked" / "e.txt", "elsewhere")
-    (tmp_path / "linked").rename(tmp_path.with_name("elsewhere"))
-    (tmp_path / "linked").symlink_to(tmp_path.with_name("elsewhere"))
+    (tmp_path / "linked").symlink_to(write(tmp_path.with_name("elsewhere") / "e.txt", "elsewhere").parent)
     assert documents(tmp_path / "*.txt") == names[:2]
     assert documents(tmp_path / "**/*.txt") == [*names[:3], names[4], "elsewhere"]
     assert documents(tmp_path / "**") == [*names, "elsewhere"]
@@ -126,10 +125,8 @@ def test_missing_input_is_refused_by_name(tmp_path, monkeypatch):
     sentence = "revision is v1, but no input is a Hub dataset without its own; leave it out."
     for entry in ("books/a.txt", "user/a@v2", "shakespeare"):
         assert_user_error(sentence, corpus, entry, revision="v1")
-    revisions = [hub.revision for hub in corpus("user/a@v2", "user/b", revision="v1").hub]
-    assert revisions == ["v2", "v1"]
-    sentence = "has no files except hidden files, token stores, runs and links (only a glob follows links);"
-    assert refusal("empty").startswith(f"empty {sentence} ")
+    assert [hub.revision for hub in corpus("user/a@v2", "user/b", revision="v1").hub] == ["v2", "v1"]
+    assert refusal("empty").startswith(f"empty {NO_FILES} ")
 
 
 def test_tilde_is_expanded_and_stores_and_pipes_are_not_text(tmp_path, monkeypatch):
@@ -152,8 +149,7 @@ def test_standard_library_excludes_tests_and_tables():
     assert not any({"test", "tests", "encodings", "pydoc_data", "site-packages"} & set(path.parts) for path in paths)
     others = corpus("python-standard-library", exclude=["email", "arg*.py"]).all_files
     names = [{Path(file.path).relative_to(root).parts[0] for file in some} for some in (files, others)]
-    removed = names[0] - names[1]
-    assert removed == {"email", "argparse.py"}
+    assert names[0] - names[1] == {"email", "argparse.py"}
 
 
 def test_packages_and_their_licenses_are_read(tmp_path, monkeypatch):
@@ -169,38 +165,31 @@ def test_packages_and_their_licenses_are_read(tmp_path, monkeypatch):
     for name in ("speeches/a.txt", "speeches/b.txt", "speeches/skipped/c.txt", "e.py"):
         write(tmp_path / name, name)
     yaml = "package: gpt2scratch-text\nfiles: speeches/*.txt\nexclude: [b.*, skipped]\nheld_out: [speeches]\n"
-    write(tmp_path / "mine.yaml", f"{yaml}install: pip install it\n")
-    mine = str(tmp_path / "mine.yaml")
+    mine = str(write(tmp_path / "mine.yaml", f"{yaml}install: pip install it\n"))
     assert f"{mine} is text of gpt2scratch-text, which is not installed: run `pip install it`." == refusal(mine)
     monkeypatch.syspath_prepend(tmp_path)
     assert documents(mine) == ["speeches/a.txt"]
     assert [file.val for file in corpus(mine).all_files] == [True]
-    held_out = {Path(file.path).parts[-2] for file in files if file.val}
-    assert {"rich", "jinja2", "fsspec", "implementations"} == held_out
+    assert {"rich", "jinja2", "fsspec", "implementations"} == {Path(file.path).parts[-2] for file in files if file.val}
     assert licenses([mine]) == {"gpt2scratch-text 1": "MIT"}
 
 
 def test_links_are_followed_only_if_given_by_name(tmp_path):
     write(tmp_path / "elsewhere" / "b.txt", "out")
     write(tmp_path / "books" / "a.txt", "in")
-    (tmp_path / "books" / "b.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
-    (tmp_path / "books" / "folder").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "books" / "broken").symlink_to(tmp_path / "nothing")
-    (tmp_path / "books" / "round").symlink_to(tmp_path / "books")
+    (tmp_path / "links").mkdir()
+    links = {"books/b.txt": "elsewhere/b.txt", "books/folder": "elsewhere", "books/broken": "nothing"}
+    links |= {"books/round": "books", "a.txt": "elsewhere/b.txt", "folder": "elsewhere"}
+    links |= {"links/b.txt": "elsewhere/b.txt", "broken": "nothing", "round": "round"}
+    for name, target in links.items():
+        (tmp_path / name).symlink_to(tmp_path / target)
     assert documents(tmp_path / "books") == ["in"]
     assert corpus(tmp_path / "books").left_out_words(Counts()) == "4 links that were not followed"
     assert "is not clean (4 links that were not followed), which" in refusal(tmp_path / "books", strict=True)
-    (tmp_path / "a.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
-    (tmp_path / "folder").symlink_to(tmp_path / "elsewhere")
     assert documents(tmp_path / "a.txt") == documents(tmp_path / "folder") == documents(tmp_path / "*.txt") == ["out"]
-    (tmp_path / "links").mkdir()
-    (tmp_path / "links" / "b.txt").symlink_to(tmp_path / "elsewhere" / "b.txt")
-    sentence = "has no files except hidden files, token stores, runs and links (only a glob follows links);"
-    assert sentence in refusal(tmp_path / "links")
+    assert NO_FILES in refusal(tmp_path / "links")
     assert documents(tmp_path / "links" / "*") == ["out"]
-    for name, target in (("broken", "nothing"), ("round", "round")):
-        link = tmp_path / name
-        link.symlink_to(tmp_path / target)
+    for link in (tmp_path / "broken", tmp_path / "round"):
         assert refusal(link) == f"{link} is a broken link; fix it or exclude it."
 
 
@@ -266,12 +255,8 @@ def test_text_column_precedes_content_and_other_columns(tmp_path):
     assert documents(write_records(tmp_path / "b.jsonl", rows[1:])) == ["7", "two", "six"]
     write(tmp_path / "a.csv", "id,score,prose\n1,,one\n2,1e-05,two\n3,nan,3\n4,5%,four\n")  # missing and other numbers
     assert documents(tmp_path / "a.csv") == ["one", "two", "3", "four"]
-    image = {"bytes": "", "path": None}
-    deep = json.loads("[" * 600 + "]" * 600)
-    rows = [
-        {"title": "one", "tags": ["a", "bc"] * 9, "deep": deep, "image": image},
-        {"title": "two", "scores": [1e-05, True, 3.5] * 9},
-    ]
+    one = {"title": "one", "tags": ["a", "bc"] * 9, "deep": json.loads("[" * 600 + "]" * 600)}
+    rows = [one | {"image": {"bytes": "", "path": None}}, {"title": "two", "scores": [1e-05, True, 3.5] * 9}]
     assert documents(write_records(tmp_path / "c.jsonl", rows)) == ["one", "two"]
     rows = [{"id": "a1", "conversation": [{"role": "user", "content": "Hello"}]}, {"id": "b2", "conversation": []}]
     assert "no obvious text column" in refusal(write_records(tmp_path / "c.jsonl", rows))
@@ -283,15 +268,8 @@ def test_text_column_precedes_content_and_other_columns(tmp_path):
 
 
 def test_quotes_and_separators_of_tables(tmp_path):
-    rows = [
-        '1\t"Yes, he said',
-        '1\t"Yes," he said',
-        "2\ttwo",
-        '3\t"three"',
-        '4\t"of ""two"" quotes',
-        'and lines"',
-        '5\t"6"" long',
-    ]
+    rows = ['1\t"Yes, he said', '1\t"Yes," he said', "2\ttwo", '3\t"three"']
+    rows += ['4\t"of ""two"" quotes', 'and lines"', '5\t"6"" long']
     texts = ['"Yes, he said', '"Yes," he said', "two", "three", 'of "two" quotes\nand lines', '"6"" long']
     assert documents(write(tmp_path / "a.tsv", "\n".join(["id\ttext", *rows]))) == texts
     rows = ['"Hello ""world"""\t6" pipe', "two\t2"]
@@ -302,13 +280,9 @@ def test_quotes_and_separators_of_tables(tmp_path):
     texts = ['Big 5" pipe', '"Yes" said she', '"Unclosed', "four"]  # a field before a blank line is the reader's
     assert documents(write(tmp_path / "e.tsv", "\n".join(["id\ttext", *rows]))) == texts
     methods = [f"class A{i}:\n\tx = {i}\n\ty = ''\n" for i in range(9000)]  # each line looks like a record
-    with (tmp_path / "f.tsv").open("w", newline="") as file:
-        csv.writer(file, delimiter="\t").writerows([["id", "text"], *enumerate(methods)])
-    assert documents(tmp_path / "f.tsv") == methods
+    assert documents(write_table(tmp_path / "f.tsv", [["id", "text"], *enumerate(methods)])) == methods
     texts = [f"text {i}" for i in range(9)] + ['Table:\na\tb\n"c"']  # the second line looks like a record
-    with (tmp_path / "g.tsv").open("w", newline="") as file:
-        csv.writer(file, delimiter="\t").writerows([["id", "text"], *enumerate(texts)])
-    assert documents(tmp_path / "g.tsv") == texts
+    assert documents(write_table(tmp_path / "g.tsv", [["id", "text"], *enumerate(texts)])) == texts
     rows = '"Title\nof ""two""\nlines"\n"Yes" he said\n"No"\n'
     assert documents(write(tmp_path / "d.tsv", f"text\n{rows}")) == ['Title\nof "two"\nlines', '"Yes" he said', "No"]
     assert documents(write(tmp_path / "b.csv", "prose,label (0;1;2)\none,0\ntwo,1\n")) == ["one", "two"]
@@ -348,35 +322,26 @@ def ranges(source: Corpus) -> list[list[tuple]]:
 
 
 def test_units_group_small_files_and_divide_large_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "UNIT_BYTES", 100)
+    monkeypatch.setattr("tokenizer.corpus.units.UNIT_BYTES", 100)
     for name, size in {"a.txt": 40, "b.txt": 60, "c.txt": 1, "d.txt": 250, "e.txt.gz": 1000}.items():
         write(tmp_path / name, "x" * size)
     write_records(tmp_path / "f.json", [{"text": "x" * 1000}])
-    assert ranges(corpus(tmp_path)) == [
-        [("a.txt", 0, None), ("b.txt", 0, None)],
-        [("c.txt", 0, None)],
-        *([("d.txt", 0, 100)], [("d.txt", 100, 200)], [("d.txt", 200, None)]),
-        [("e.txt.gz", 0, None)],
-        [("f.json", 0, None)],
-    ]
+    small = [[("a.txt", 0, None), ("b.txt", 0, None)], [("c.txt", 0, None)]]
+    large = [[("d.txt", 0, 100)], [("d.txt", 100, 200)], [("d.txt", 200, None)]]
+    assert ranges(corpus(tmp_path)) == [*small, *large, [("e.txt.gz", 0, None)], [("f.json", 0, None)]]
     names = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt", "f.json")]  # as a shell expands a pattern
     packed = [tmp_path / "packed" / name for name in ("g.txt.gz", "h.txt.gz")]  # of more text than their size
     for path in packed:
         write(path, gzip.compress(b"words " * 1000))
-    assert ranges(Corpus(list(map(str, packed)), CorpusArguments())) == [[(path.name, 0, None)] for path in packed]
-    weighted = Corpus(list(map(str, names)), CorpusArguments(), [1, 1, 2, 2])
-    assert ranges(weighted) == [
-        [("a.txt", 0, None), ("b.txt", 0, None)],
-        [("c.txt", 0, None)],
-        [("f.json", 0, None)],
-    ]
+    assert ranges(corpus(*packed)) == [[(path.name, 0, None)] for path in packed]
+    assert ranges(corpus(*names, weights=[1, 1, 2, 2])) == [*small, [("f.json", 0, None)]]
 
 
 def test_parquet_files_are_divided_by_row_groups(tmp_path, monkeypatch):
     texts = [f"{i} " * 50 for i in range(10)]
     pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=2)
     assert ranges(corpus(tmp_path)) == [[("a.parquet", 0, 5)]]
-    monkeypatch.setattr(corpus_module, "UNIT_BYTES", 1)
+    monkeypatch.setattr("tokenizer.corpus.units.UNIT_BYTES", 1)
     assert ranges(corpus(tmp_path)) == [[("a.parquet", i, i + 1)] for i in range(5)]
     assert documents(tmp_path) == texts
 
@@ -398,7 +363,7 @@ def test_folders_that_datasets_saved_are_read_without_their_other_files(tmp_path
     assert documents(tmp_path / "more") == ["Some words."]
     write(tmp_path / "one" / "state.json", "{}")  # not of `datasets`: an ordinary folder
     assert len(documents(tmp_path / "one")) > 10
-    monkeypatch.setattr(corpus_module, "UNIT_BYTES", 1)
+    monkeypatch.setattr("tokenizer.corpus.units.UNIT_BYTES", 1)
     with ArrowWriter(path=str(tmp_path / "batches.arrow"), writer_batch_size=2) as writer:
         for text in texts:
             writer.write({"text": text})
@@ -491,11 +456,11 @@ def test_up_to_one_percent_of_records_can_lack_text(tmp_path, broken):
 
 
 def test_a_fraction_of_one_document_is_refused(tmp_path):
-    path = str(write(tmp_path / "a.txt", GOOD))
+    path = write(tmp_path / "a.txt", GOOD)
     sentence = "a.txt is one document, of which the weight 0.5 uses all or nothing; add --sample_by paragraph"
-    assert_user_error(sentence, Corpus([path], CorpusArguments(), [0.5]).units)
-    for arguments, weight in ((CorpusArguments(sample_by="line"), 0.5), (CorpusArguments(), 1.5)):
-        assert Corpus([path], arguments, [weight]).units()
+    assert_user_error(sentence, corpus(path, weights=[0.5]).units)
+    assert corpus(path, weights=[0.5], sample_by="line").units()
+    assert corpus(path, weights=[1.5]).units()
 
 
 def test_intermediate_check_uses_the_total_size(tmp_path):
@@ -504,25 +469,21 @@ def test_intermediate_check_uses_the_total_size(tmp_path):
     assert_user_error("12 of 1,100 bytes are invalid", check, Counts(1, bytes=300, bad_bytes=12), is_all=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "what"),
-    [
-        ("a.txt", GOOD.encode() + b"\xff", r"1 byte that is not UTF-8\).*; the first in \S*/a.txt, line 1\.$"),
-        ("a.txt", GOOD.encode() + b"\n\ntwo \xe2\x82", r"2 bytes that are not UTF-8\).*; the first .*a.txt, line 3\.$"),
-        ("a.dat", b"\x00\x00\x02", r"1 binary file\).*; the first in \S*/a.dat\.$"),
-        (
-            "a.jsonl",
-            b'{"text": "one"}\n\nbroken\n',
-            r"in full\).*a.jsonl \(has no text in 1 of 2 .*, the first in line 3 ",
-        ),
-        ("a.jsonl", b'{"text": "one"}\n{"text": "\\ud800"}', r"1 byte .*; the first in \S*/a.jsonl, line 2\.$"),
-        ("a.csv", b"text,id\none,1\n\xff,2\n", r"in full\).*a.csv \(is not UTF-8 text: 1 of .*, the first in line 3;"),
-        ("a.json", b'[{"text": "one"}, {"text": 5}]', r"in full\).*a.json \(has no text in 1 of 2 .*in record 2\)\.$"),
-        ("a.txt", b"x" * (1 << 20 | 1), r"1 text run cut without a word boundary\).*; the first in \S*/a.txt\.$"),
-    ],
-)
+UNCLEAN = [
+    ("a.txt", GOOD.encode() + b"\xff", r"1 byte that is not UTF-8\).*; the first in \S*/a.txt, line 1\.$"),
+    ("a.txt", GOOD.encode() + b"\n\ntwo \xe2\x82", r"2 bytes that are not UTF-8\).*; the first .*a.txt, line 3\.$"),
+    ("a.dat", b"\x00\x00\x02", r"1 binary file\).*; the first in \S*/a.dat\.$"),
+    ("a.jsonl", b'{"text": "one"}\n\nbroken\n', r"in full\).*a.jsonl \(has no text in 1 of 2 .*, the first in line 3 "),
+    ("a.jsonl", b'{"text": "one"}\n{"text": "\\ud800"}', r"1 byte .*; the first in \S*/a.jsonl, line 2\.$"),
+    ("a.csv", b"text,id\none,1\n\xff,2\n", r"in full\).*a.csv \(is not UTF-8 text: 1 of .*, the first in line 3;"),
+    ("a.json", b'[{"text": "one"}, {"text": 5}]', r"in full\).*a.json \(has no text in 1 of 2 .*in record 2\)\.$"),
+    ("a.txt", b"x" * (1 << 20 | 1), r"1 text run cut without a word boundary\).*; the first in \S*/a.txt\.$"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "what"), UNCLEAN)
 def test_strict_refuses_unclean_text_with_its_place(tmp_path, monkeypatch, name, content, what):
-    monkeypatch.setattr(documents_module, "LONGEST_RUN", 1 << 20)
+    monkeypatch.setattr("tokenizer.corpus.documents.LONGEST_RUN", 1 << 20)
     write(tmp_path / "good.txt", GOOD * 10)
     for i in range(100):
         write(tmp_path / f"good{i}.txt", "good")
@@ -539,15 +500,14 @@ def folder_with(tmp_path: Path, name: str, content: bytes, words: str = GOOD * 1
 def test_text_before_the_damage_of_a_file_in_a_folder_is_read(tmp_path):
     texts, counts = read(folder_with(tmp_path, "a.csv", b'text,id\n"a",1\n"b,2\n"c",3\n"d",4\n'))
     assert texts == ["a", "d", GOOD * 100]
-    why = counts.worst()["unreadable_files"][1]["why"]
-    assert why.endswith("in 1 of 3 records, the first in line 4 (broken)")
+    assert counts.worst()["unreadable_files"][1]["why"].endswith("in 1 of 3 records, the first in line 4 (broken)")
     # The damage explains the broken records.
     _, counts = read(folder_with(tmp_path, "a.csv", b'text,id\n"a",1\n' + b"a,b,c\n" * 200 + b'"open,2\n'))
     assert (counts.empty_records, counts.unreadable_files, [*counts.first]) == (0, 1, ["unreadable_files"])
 
 
 def test_the_lines_before_a_part_of_a_file_are_not_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus_module, "UNIT_BYTES", 1000)
+    monkeypatch.setattr("tokenizer.corpus.units.UNIT_BYTES", 1000)
     folder = folder_with(tmp_path, "a.jsonl", b'{"text": "one"}\n' * 100 + b'{"text": null}\n')
     [why] = read(folder)[1].worst()["unreadable_files"][1]["why"].splitlines()
     assert why.endswith("has no text in 1 of 38 records, the first in byte 1,600")
@@ -628,8 +588,7 @@ def test_exclude_skips_matching_files_and_folders(tmp_path, monkeypatch, pattern
     monkeypatch.chdir(tmp_path)
     for name in ("a.txt", "d.csv", "sub/node_modules/c.txt", "sub/tables/b.txt", "sub/tables/b.csv"):
         write(tmp_path / "in" / name, "text\nwords\n")
-    names = [os.path.relpath(file.path, "in") for file in corpus(entry, exclude=patterns).all_files]
-    assert sorted(names) == found
+    assert sorted(os.path.relpath(file.path, "in") for file in corpus(entry, exclude=patterns).all_files) == found
     absolute = corpus(str(tmp_path / "in"), exclude=["in/sub", str(tmp_path / "in/d.csv")])
     assert [file.path for file in absolute.all_files] == [str(tmp_path / "in/a.txt")]
     assert len(corpus("in/d.csv", exclude=["*.csv"]).all_files) == 1  # a file given by name is never excluded
