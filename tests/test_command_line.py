@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
@@ -23,6 +23,7 @@ import train_accelerate
 import training.evaluate
 from common.command_line import FlagParser, run
 from common.errors import UserError
+from common.limits import setting
 from common.settings_file import read_yaml
 from common.terminal import printable
 from conftest import REPOSITORY, assert_user_error, error_of, flags
@@ -34,19 +35,19 @@ LAUNCHER_HINT = "It is an option of accelerate launch: name it before the script
 
 @dataclass
 class Model:
-    n_layer: int = field(default=12, metadata={"help": "Blocks."})
-    learning_rate: float = field(default=1e-3, metadata={"help": "At the peak."})
-    torch_compile: bool = field(default=False, metadata={"help": "Whether to compile."})
-    lr_scheduler_type: Literal["cosine", "linear"] = field(default="cosine", metadata={"help": "The shape."})
-    name: str | None = field(default=None, metadata={"help": "A name."})
-    input: list[str] = field(default_factory=list, metadata={"help": "Files."})
+    n_layer: int = setting(12, "Blocks.")
+    learning_rate: float = setting(1e-3, "At the peak.")
+    torch_compile: bool = setting(False, "Whether to compile.")
+    lr_scheduler_type: Literal["cosine", "linear"] = setting("cosine", "The shape.")
+    name: str | None = setting(None, "A name.")
+    input: list[str] = setting([], "Files.")
 
 
 @dataclass
 class Length:
-    max_steps: int | None = field(default=None, metadata={"help": "Steps."})
-    num_train_epochs: float | None = field(default=None, metadata={"help": "Epochs."})
-    max_train_tokens: int | None = field(default=None, metadata={"help": "Tokens."})
+    max_steps: int | None = setting(None, "Steps.")
+    num_train_epochs: float | None = setting(None, "Epochs.")
+    max_train_tokens: int | None = setting(None, "Tokens.")
 
 
 def parse(*arguments: str, **options) -> tuple[Model, Length]:
@@ -114,11 +115,8 @@ def test_the_path_of_the_data_keeps_its_folders(tmp_path, monkeypatch):
 
 def test_a_resumed_run_has_only_its_own_file(yaml, finished):
     sentence = f"{finished} has its own config.yaml; leave out --config and override settings with flags"
-    for content, more in (
-        ("data: x", flags(resume_from_checkpoint=finished)),
-        (f"resume_from_checkpoint: {finished}", []),
-    ):
-        assert_user_error(sentence, read_config, ["--config", yaml(content), *more])
+    assert_user_error(sentence, read_config, ["--config", yaml("data: x"), *flags(resume_from_checkpoint=finished)])
+    assert_user_error(sentence, read_config, ["--config", yaml(f"resume_from_checkpoint: {finished}")])
 
 
 def test_the_source_of_each_value_is_recorded(yaml):
@@ -132,13 +130,11 @@ def test_the_source_of_each_value_is_recorded(yaml):
 
 
 def test_leading_arguments_without_a_flag_fill_the_positional_field():
-    parsers = (FlagParser((Model,), "A command.", positional=name) for name in ("name", "input"))
-    models = [
-        parser.parse(["runs/x", *words, "--n_layer=2"]) for parser, words in zip(parsers, ([], ["y"]), strict=True)
-    ]
-    assert models == [(Model(n_layer=2, name="runs/x"),), (Model(n_layer=2, input=["runs/x", "y"]),)]
-    with pytest.raises(UserError, match=r"^'a b' has no flag; only the first value may be given without one"):
-        FlagParser((Model,), "A command.", positional="name").parse(["runs/x", "a b"])
+    one, many = (FlagParser((Model,), "A command.", positional=name) for name in ("name", "input"))
+    assert one.parse(["runs/x", "--n_layer=2"]) == (Model(n_layer=2, name="runs/x"),)
+    assert many.parse(["runs/x", "y", "--n_layer=2"]) == (Model(n_layer=2, input=["runs/x", "y"]),)
+    sentence = "^'a b' has no flag; only the first value may be given without one"
+    assert_user_error(sentence, one.parse, ["runs/x", "a b"])
 
 
 @pytest.mark.parametrize(
@@ -239,13 +235,10 @@ def test_help_names_the_command(launch):
         ("xy", "See --help for the list."),
     ],
 )
-def test_flags_of_other_scripts_are_answered_with_the_flags_of_this_project(tmp_path, given, hint):
+def test_flags_of_other_scripts_are_answered_with_the_flags_of_this_project(yaml, given, hint):
     assert error_of(read_config, [f"--{given}=3"]) == f"Unknown flag --{given}=3. {hint}"
-    path = tmp_path / "own.yaml"
-    path.write_text(f"{given}: 3\n")
-    hint = hint.replace("--", "").replace("See help", "See --help")
-    sentence = f"{path}: Unknown key {given}. {hint}"
-    assert error_of(read_config, ["--config", str(path), "--data", "x"]) == sentence
+    path, hint = yaml(f"{given}: 3\n"), hint.replace("--", "").replace("See help", "See --help")
+    assert error_of(read_config, ["--config", path, "--data", "x"]) == f"{path}: Unknown key {given}. {hint}"
 
 
 def test_every_suggested_flag_exists():
@@ -341,12 +334,10 @@ def test_written_settings_are_read_back_with_their_types(tmp_path):
 
 def test_a_missing_config_file_is_answered_with_the_closest_name(yaml, tmp_path):
     (tmp_path / "other.yaml").write_text("")
-    path = yaml("")
-    typo = Path(path).with_name("runn.yaml")
-    assert refused("--config", str(typo)) == f"Config file {typo} does not exist. Did you mean {path}?"
-    assert (
-        refused(f"--config={tmp_path}") == f"Config file {tmp_path} is a folder; name a YAML file. Did you mean {path}?"
-    )
+    path, typo = yaml(""), tmp_path / "runn.yaml"
+    hint = f"Did you mean {path}?"
+    assert refused("--config", str(typo)) == f"Config file {typo} does not exist. {hint}"
+    assert refused(f"--config={tmp_path}") == f"Config file {tmp_path} is a folder; name a YAML file. {hint}"
     assert refused("--config=/nowhere/a.yaml") == "Config file /nowhere/a.yaml does not exist."
 
 
