@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from test_corpus import write, write_records
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -21,14 +22,7 @@ from conftest import CHATML_TOKENS, REPOSITORY, assert_one_sentence, assert_user
 from modeling_gpt2scratch.prompts import encode_prompt
 from tokenizer.build.recipe import Recipe
 from tokenizer.encoding import encode, vocabulary
-from tokenizer.encoding.vocabulary import (
-    SavedTokenizer,
-    VocabularyArguments,
-    build,
-    character_tokenizer,
-    problems,
-    train_bpe,
-)
+from tokenizer.encoding.vocabulary import SavedTokenizer, VocabularyArguments, build, problems, train_bpe
 from tokenizer.store.store import TokenStore
 from training.checkpoints.loading import rules
 
@@ -90,9 +84,8 @@ def test_ids_are_equal_after_saving_and_loading(tmp_path):
 
 def test_bpe_training_does_not_depend_on_text_division(monkeypatch):
     whole = train_bpe([PROSE], 400).backend_tokenizer.to_str()
-    assert train_bpe([PROSE], 400).backend_tokenizer.to_str() == whole
-    assert train_bpe(re.split("(?=[;.])", PROSE), 400).backend_tokenizer.to_str() == whole
-    assert train_bpe(["", PROSE, ""], 400).backend_tokenizer.to_str() == whole
+    for parts in ([PROSE], re.split("(?=[;.])", PROSE), ["", PROSE, ""]):
+        assert train_bpe(parts, 400).backend_tokenizer.to_str() == whole
     texts = [prose(i, 400) for i in range(10)]
     at_once = vocabulary.count_words(texts)
     assert (at_once[b" the"], at_once[b"."], at_once[b"\xff"]) == (142, 500, 0)
@@ -107,9 +100,7 @@ def test_long_words_are_trained_in_pieces_and_encoded_whole(name):
     assert max(map(len, counts)) <= vocabulary.LONGEST_COUNTED_WORD  # the trainer's time is quadratic in the length
     assert sum(len(word) * number for word, number in counts.items()) == len(text.encode()) + 17
     tokenizer = train_bpe([text], 600)
-    rust = tokenizer.backend_tokenizer
-    [ids] = encoded(tokenizer, text)
-    assert ids.tolist() == rust.encode(text).ids
+    assert encoded(tokenizer, text)[0].tolist() == tokenizer.backend_tokenizer.encode(text).ids
 
 
 def test_too_many_pieces_are_sampled(monkeypatch):
@@ -132,9 +123,8 @@ def test_words_are_trained_in_proportion_to_their_frequency(monkeypatch):
 
 
 def test_vocabulary_has_the_requested_size_or_fewer_tokens():
-    sizes = {(300, PROSE): 300, (258, ""): 258, (32_000, "many words, many words"): 267}
-    sizes[300, "ab ab"] = 260  # 258, "ab" and " ab"
-    for (size, text), tokens in sizes.items():
+    many = (32_000, "many words, many words", 267)
+    for size, text, tokens in ((300, PROSE, 300), (258, "", 258), (300, "ab ab", 260), many):  # 260: "ab" and " ab"
         assert len(made(text, vocab_size=size)) == tokens
 
 
@@ -154,8 +144,7 @@ def test_special_tokens_have_the_first_ids_and_stay_text_in_text(bpe):
     assert encode.token_bytes(bpe.backend_tokenizer)[:2] == [b"", b""]
     text = UNICODE["a literal special token"]
     assert 0 in bpe(text).input_ids  # the default of Transformers
-    [ids] = encoded(bpe, text)
-    assert not {0, 1} & set(ids.tolist())
+    assert not {0, 1} & set(encoded(bpe, text)[0].tolist())
 
 
 @pytest.mark.parametrize(
@@ -172,9 +161,9 @@ def test_padding_token_can_be_named_or_omitted(tmp_path, pad_token, found, pad_t
 
 def test_control_tokens_load_with_autotokenizer_without_warnings(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    special_tokens = ["<|user|>", "<|bot|>", "<|user|>", "<|endoftext|>"]
+    arguments = VocabularyArguments(vocab_size=300, special_tokens=special_tokens)
     with caplog.at_level(logging.WARNING):
-        special_tokens = ["<|user|>", "<|bot|>", "<|user|>", "<|endoftext|>"]
-        arguments = VocabularyArguments(vocab_size=300, special_tokens=special_tokens)
         tokenizer = build(arguments, None, lambda: [PROSE], ["<|endoftext|>", "<|bot|>", "<|im_start|>"])
         vocabulary.save(tokenizer, tmp_path)
         loaded = AutoTokenizer.from_pretrained(tmp_path)
@@ -191,8 +180,8 @@ def test_control_tokens_load_with_autotokenizer_without_warnings(tmp_path, caplo
 @pytest.mark.parametrize("token", ["user", "a", "###", "Ġthe", "é", "12", ""])
 def test_special_tokens_that_could_be_text_are_refused(token):
     sentence = re.escape(f"{token!r} cannot be a special token")
-    assert re.match(sentence, " ".join(problems(VocabularyArguments(special_tokens=[token]))))
-    assert re.match(sentence, " ".join(problems(VocabularyArguments(pad_token=token))))
+    for setting in ({"special_tokens": [token]}, {"pad_token": token}):
+        assert re.match(sentence, " ".join(problems(VocabularyArguments(**setting))))
 
 
 @pytest.mark.parametrize("token", ["<|user|>", "[INST]", "<unused 1>", "雪", " "])  # names of tokens contain no spaces
@@ -207,10 +196,9 @@ def test_other_special_tokens_are_accepted(token):
 
 def test_ignored_and_impossible_settings_are_reported():
     assert problems(VocabularyArguments()) == []
-    ignored = "special_tokens apply only to a BPE trained on the text; leave out special_tokens, or tokenizer and "
-    ignored += "tokenizer_type."
-    assert problems(VocabularyArguments(tokenizer="x", special_tokens=["<|a|>"])) == [ignored]
-    assert problems(VocabularyArguments(tokenizer_type="character", special_tokens=["<|a|>"])) == [ignored]
+    sentence = "special_tokens apply only to a BPE trained on the text; leave out special_tokens, or tokenizer and "
+    for setting in ({"tokenizer": "x"}, {"tokenizer_type": "character"}):
+        assert problems(VocabularyArguments(special_tokens=["<|a|>"], **setting)) == [f"{sentence}tokenizer_type."]
     assert problems(VocabularyArguments(tokenizer_type="character", vocab_size=65)) == []
 
 
@@ -222,9 +210,8 @@ def store_of(folder: Path, **arguments) -> TokenStore:
 def test_tokenizer_from_a_sample_is_deterministic(tmp_path, monkeypatch):
     monkeypatch.setattr("tokenizer.corpus.units.UNIT_BYTES", 10_000)
     folder = tmp_path / "texts"
-    folder.mkdir()
     for i, word in enumerate(("first", "second", "third", "fourth")):
-        (folder / f"{i}.txt").write_text(f"{word} {prose(i, 2000)}" + f" {word}{word}" * 500)
+        write(folder / f"{i}.txt", f"{word} {prose(i, 2000)}" + f" {word}{word}" * 500)
     sampled, again, everything = (store_of(folder, sample_bytes=size) for size in (20_000, 20_000, 10**6))
     sha256 = [store.metadata.tokenizer_sha256 for store in (sampled, again, everything)]
     assert sha256[0] == sha256[1] != sha256[2]
@@ -238,9 +225,8 @@ def test_tokenizer_from_a_sample_is_deterministic(tmp_path, monkeypatch):
 
 def test_a_limit_above_the_sample_does_not_make_it_the_whole_text(tmp_path):
     records = [{"text": None}] * 3 + [{"text": prose(i, 16)} for i in range(400)]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    limit = {"max_bytes": "1GB", "validation_fraction": 0.1}
-    store = tokenized(tmp_path / "texts.jsonl", tmp_path / "store", limit, "none", vocab_size=300, sample_bytes=3000)
+    texts, limit = write_records(tmp_path / "texts.jsonl", records), {"max_bytes": "1GB", "validation_fraction": 0.1}
+    store = tokenized(texts, tmp_path / "store", limit, "none", vocab_size=300, sample_bytes=3000)
     assert store.metadata.counts["empty_records"] == 3
 
 
@@ -261,30 +247,25 @@ def test_character_tokenizer_has_exactly_the_characters_of_the_text(tmp_path):
     assert loaded.decode(ids) == CHARACTERS
     assert as_bytes(loaded, ids) == CHARACTERS.encode()
     sentence = r"The character 'ß' \(U\+00DF\) is not among the 4 that this"
-    assert_one_sentence(sentence, encoded, character_tokenizer(["abc "]), "a b", "c ß")
+    assert_one_sentence(sentence, encoded, made("abc ", tokenizer_type="character"), "a b", "c ß")
 
 
 def test_gpt2_tokenizer_files_are_loaded_from_a_folder(tmp_path):
-    theirs = train_bpe([PROSE], 400, "none")
-    folder = tmp_path / "gpt2"
-    folder.mkdir()
-    theirs.backend_tokenizer.save(str(folder / "tokenizer.json"))
-    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    theirs, folder = train_bpe([PROSE], 400, "none"), tmp_path / "gpt2"
+    content = json.loads(theirs.backend_tokenizer.to_str())
     processor = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
-    content["post_processor"] = processor
-    (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    write(folder / "tokenizer.json", json.dumps(content | {"post_processor": processor}))
     config = {"tokenizer_class": "GPT2Tokenizer", "model_max_length": 1024, "add_prefix_space": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "config.json").write_text('{"model_type": "gpt2"}')
-
+    write(folder / "tokenizer_config.json", json.dumps(config))
+    write(folder / "config.json", '{"model_type": "gpt2"}')
     loaded = vocabulary.load(folder)
     assert (type(loaded).__name__, len(loaded), loaded.eos_token_id) == ("GPT2Tokenizer", 324, 0)
     vocabulary.save(loaded, tmp_path / "saved")
     rust = encode.load_rust(tmp_path / "saved" / "tokenizer.json")
     assert isinstance(encode.encoder(rust, np.dtype("<u2")), encode.WordEncoder)
     for text in (PROSE, *UNICODE.values()):
-        [ids] = encoded(loaded, text)
-        assert ids.tolist() == encoded(theirs, text)[0].tolist()
+        [ids], [expected] = encoded(loaded, text), encoded(theirs, text)
+        assert ids.tolist() == expected.tolist()
         assert loaded.decode(ids) == text
 
 
@@ -292,9 +273,8 @@ def test_a_saved_tokenizer_is_used_without_transformers(tmp_path):
     theirs = train_bpe([PROSE], 280)
     theirs.chat_template = "{{ messages }}"
     vocabulary.save(theirs, tmp_path / "theirs")
-    (tmp_path / "my.txt").write_text(PROSE)
-    command = ["--input", str(tmp_path / "my.txt"), "--tokenizer", str(tmp_path / "theirs")]
-    command += ["--output", str(tmp_path / "out")]
+    text = write(tmp_path / "my.txt", PROSE)
+    command = ["--input", str(text), "--tokenizer", str(tmp_path / "theirs"), "--output", str(tmp_path / "out")]
     code = f"import sys; from tokenizer import pretokenize; pretokenize.main({command})"
     code += "; assert sys.modules.keys() & {'tokenizers', 'transformers', 'torch'} == {'tokenizers'}"
     environment = os.environ | {"USE_TORCH": "0"}  # as the command sets it
@@ -305,21 +285,21 @@ def test_a_saved_tokenizer_is_used_without_transformers(tmp_path):
 def test_existing_tokenizer_is_used_unchanged_and_another_vocab_size_refused(tmp_path):
     vocabulary.save(train_bpe([PROSE], 280), tmp_path / "theirs")
     theirs = {"tokenizer": str(tmp_path / "theirs")}
-    recipe = Recipe(["any"], vocabulary=VocabularyArguments(**theirs))
-    ours = build(recipe.vocabulary, recipe.existing_tokenizer, lambda: ["another"])
-    vocabulary.save(ours, tmp_path / "ours")
+
+    def built(text=PROSE, **settings):
+        recipe = Recipe(["any"], vocabulary=VocabularyArguments(**settings))
+        return build(recipe.vocabulary, recipe.existing_tokenizer, lambda: [text])
+
+    vocabulary.save(built("another", **theirs), tmp_path / "ours")
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
     for settings, size in ((theirs, 280), ({"tokenizer_type": "character"}, len(set(PROSE)))):
-        recipe = Recipe(["any"], vocabulary=VocabularyArguments(vocab_size=999, **settings))
         sentence = rf"vocab_size is 999 but .* {size} tokens; set --vocab_size {size}"
-        assert_user_error(sentence, build, recipe.vocabulary, recipe.existing_tokenizer, lambda: [PROSE])
+        assert_user_error(sentence, built, vocab_size=999, **settings)
     content = json.loads((path := tmp_path / "theirs" / "tokenizer.json").read_text())
     for id in (300, 2**31):
         content["model"]["vocab"]["zz"] = id
         path.write_text(json.dumps(content))
-        recipe = Recipe(["any"], vocabulary=VocabularyArguments(**theirs))
-        sentence = f"theirs has 281 tokens, but the id {id:,}; use another tokenizer"
-        assert_user_error(sentence, build, recipe.vocabulary, recipe.existing_tokenizer, lambda: [PROSE])
+        assert_user_error(f"theirs has 281 tokens, but the id {id:,}; use another tokenizer", built, **theirs)
 
 
 @pytest.mark.parametrize("made_here", [False, True])
@@ -328,11 +308,10 @@ def test_a_tokenizer_adds_no_tokens_that_the_training_text_lacks(tmp_path, made_
     template = processors.TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     theirs.backend_tokenizer.post_processor = template
     theirs.chat_template = "{{ messages }}"
-    models = (SimpleNamespace(config=SimpleNamespace(model_type=kind)) for kind in ("llama", "gpt2scratch"))
+    models = [SimpleNamespace(config=SimpleNamespace(model_type=kind)) for kind in ("llama", "gpt2scratch")]
     assert [encode_prompt(theirs, "the of", model) for model in models] == [theirs("the of").input_ids, plain]
     assert theirs("the of").input_ids == [0, *plain]
     theirs.bos_token = "<|pad|>"
-    models = (SimpleNamespace(config=SimpleNamespace(model_type=kind)) for kind in ("llama", "gpt2scratch"))
     assert [encode_prompt(theirs, "", model) for model in models] == [[1], [0]]
     theirs.bos_token = "<|endoftext|>"
     vocabulary.save(theirs, tmp_path)
@@ -349,12 +328,11 @@ def test_a_link_out_of_a_tokenizer_folder_is_refused(bpe, tmp_path):
     (tmp_path / "folder" / "chat_template.jinja").symlink_to(tmp_path / "secret")
     assert SavedTokenizer.read(tmp_path / "folder") is None
     assert_one_sentence(r"chat_template\.jinja is a link out of the folder", vocabulary.load, tmp_path / "folder")
-    snapshot = tmp_path / "models--me--x" / "snapshots" / "0" / "tokenizer"
-    (snapshot.parents[2] / "blobs").mkdir(parents=True)
-    snapshot.mkdir(parents=True)
+    snapshot, blobs = (tmp_path / "models--me--x" / name for name in ("snapshots/0/tokenizer", "blobs"))
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "folder" / name).rename(snapshot.parents[2] / "blobs" / name)
-        (snapshot / name).symlink_to(snapshot.parents[2] / "blobs" / name)
+        (snapshot / name).symlink_to((tmp_path / "folder" / name).rename(blobs / name))
     (snapshot / "input.txt").symlink_to(tmp_path / "secret")  # no part of the tokenizer
     assert SavedTokenizer.read(snapshot) is not None
 
