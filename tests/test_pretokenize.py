@@ -4,11 +4,13 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
 from filelock import FileLock
+from test_corpus import write, write_records
 from test_merge import documents
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -33,9 +35,13 @@ BODY = ("--text_column", "body", "--validation_fraction", "0.2")
 
 @pytest.fixture
 def text(tmp_path):
-    path = tmp_path / "my text.txt"
-    path.write_text(LINES, encoding="utf-8")
-    return path
+    return write(tmp_path / "my text.txt", LINES)
+
+
+@pytest.fixture
+def command(text, tmp_path):
+    """Arguments that build a small store from the text."""
+    return ("--input", text, "--output", tmp_path / "store", *SMALL)
 
 
 def pretokenize(*arguments) -> None:
@@ -66,10 +72,10 @@ def test_one_command_builds_a_store(launch, tmp_path, text):
     assert command.startswith(f"python -m tokenizer.pretokenize --input '{text}'")
 
 
-def test_second_process_with_the_same_output_is_refused_and_one_with_a_cache_waits(tmp_path, text):
+def test_second_process_with_the_same_output_is_refused_and_one_with_a_cache_waits(tmp_path, text, command):
     with FileLock(tmp_path / ".store.lock"):
         sentence = f"Another process is writing {tmp_path / 'store'}; wait for it, or choose another --output."
-        assert refused("--input", text, "--output", tmp_path / "store", *SMALL) == sentence
+        assert refused(*command) == sentence
     recipe, said = Recipe([str(text)], vocabulary=VocabularyArguments(vocab_size=300)), []
     with ThreadPoolExecutor() as thread:
         with FileLock(tmp_path / ".cache.lock"):
@@ -78,9 +84,8 @@ def test_second_process_with_the_same_output_is_refused_and_one_with_a_cache_wai
             assert not waiting.done()
             (tmp_path / "other").rename(tmp_path / "cache")
         assert waiting.result().metadata.train.tokens > 0
-    waiting, ready = said
-    assert waiting == f"Waiting for another process, which is writing {tmp_path / 'cache'} ..."
-    assert ready == f"{tmp_path / 'cache'} already contains these tokens."
+    waiting = f"Waiting for another process, which is writing {tmp_path / 'cache'} ..."
+    assert said == [waiting, f"{tmp_path / 'cache'} already contains these tokens."]
 
 
 def test_unfinished_cache_of_another_text_is_discarded(tmp_path, text):
@@ -91,44 +96,43 @@ def test_unfinished_cache_of_another_text_is_discarded(tmp_path, text):
     assert decoded(tmp_path / "cache") == "other text\n" * 100 + "<|endoftext|>"
 
 
-def test_work_on_text_without_documents_is_discarded(tmp_path, text):
-    arguments = ("--input", text, "--output", tmp_path / "store", *SMALL)
-    assert "None of" in refused(*arguments, "--sample_by", "line", "--cleaning", "quality")
-    pretokenize(*arguments)
+def test_work_on_text_without_documents_is_discarded(tmp_path, command):
+    assert "None of" in refused(*command, "--sample_by", "line", "--cleaning", "quality")
+    pretokenize(*command)
     assert TokenStore(tmp_path / "store").metadata.train.tokens
-    record = tmp_path / "one.jsonl"
-    record.write_text(json.dumps({"text": LINES}), encoding="utf-8")
+    record = write_records(tmp_path / "one.jsonl", [{"text": LINES}])
     sentence = refused("--input", record, "--output", tmp_path / "half", *SMALL, "--weights", "0.001")
     assert "None of 1 document" in sentence
     assert "greater weights" in sentence
 
 
-def test_same_command_reuses_the_store_and_other_settings_are_refused(tmp_path, text, capsys):
-    pretokenize("--input", text, "--output", tmp_path / "store", *SMALL)
+def test_same_command_reuses_the_store_and_other_settings_are_refused(tmp_path, command, capsys):
+    pretokenize(*command)
     written = (tmp_path / "store" / "train.bin").stat().st_mtime_ns
     capsys.readouterr()
-    pretokenize("--input", text, "--output", tmp_path / "store", *SMALL)
+    pretokenize(*command)
     assert capsys.readouterr().out == f"{tmp_path / 'store'} already contains these tokens.\n"
     assert (tmp_path / "store" / "train.bin").stat().st_mtime_ns == written
     before = TokenStore(tmp_path / "store").metadata
-    for settings, changed in (
-        ([*SMALL, "--cleaning", "none"], "cleaning was ['normalize'] and is ['none']"),
-        (["--tokenizer_type=character"], "vocab_size was 300 and is None; tokenizer_type was 'bpe' and is 'character'"),
+    vocabulary = "vocab_size was 300 and is None; tokenizer_type was 'bpe' and is 'character'"
+    for arguments, changed in (
+        ([*command, "--cleaning", "none"], "cleaning was ['normalize'] and is ['none']"),
+        ([*command[: -len(SMALL)], "--tokenizer_type=character"], vocabulary),
     ):
-        sentence = refused("--input", text, "--output", tmp_path / "store", *settings)
-        assert f"store was built from other text or settings ({changed}); choose another --output" in sentence
+        sentence = f"store was built from other text or settings ({changed}); choose another --output"
+        assert sentence in refused(*arguments)
         assert TokenStore(tmp_path / "store").metadata == before
 
 
-def test_changed_text_kind_requires_another_output(tmp_path, text):
-    command = ("--output", tmp_path / "store", *SMALL, "--input")
-    text.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(300)))
-    pretokenize(*command, text)
+def test_changed_text_kind_requires_another_output(tmp_path, text, command):
+    write_records(text, [{"text": f"document {i}"} for i in range(300)])
+    pretokenize(*command)
     records = text.rename(tmp_path / "a.jsonl")
-    assert f"{text} is not among the inputs now; {records} is new)" in refused(*command, records)
+    sentence = f"{text} is not among the inputs now; {records} is new)"
+    assert sentence in refused("--input", records, *command[2:])
     text.write_text(records.read_text().replace("299", "298"))
     sentence = f"was built from other text or settings ({text} was changed); choose another --output"
-    assert sentence in refused(*command, text)
+    assert sentence in refused(*command)
 
 
 def test_changed_tokenizer_requires_another_output(tmp_path, text):
@@ -141,7 +145,7 @@ def test_changed_tokenizer_requires_another_output(tmp_path, text):
 
 
 def test_tokenizer_that_joins_wide_characters_is_accepted(tmp_path):
-    (tmp_path / "zh.txt").write_text("今天\uff0c好\uff01" * 999)  # a wide comma and exclamation mark
+    text = write(tmp_path / "zh.txt", "今天\uff0c好\uff01" * 999)  # a wide comma and exclamation mark
     letters = [("<unk>", -9.0), ("</s>", -9.0), *((letter, -1.0) for letter in "今天好,!")]
     rust = Tokenizer(models.Unigram(letters, unk_id=0))
     rust.normalizer = normalizers.NFKC()
@@ -149,11 +153,11 @@ def test_tokenizer_that_joins_wide_characters_is_accepted(tmp_path):
     tokenizer.save_pretrained(tmp_path / "wide")
     tokenizer.backend_tokenizer.normalizer = normalizers.Replace("天", "")  # which loses text
     tokenizer.save_pretrained(tmp_path / "loses")
-    arguments = ("--input", tmp_path / "zh.txt", "--output", tmp_path / "none", "--tokenizer", tmp_path / "loses")
-    assert "cannot encode this text: " in refused(*arguments)
-    output = tmp_path / "store"
-    pretokenize("--input", tmp_path / "zh.txt", "--output", output, "--tokenizer", tmp_path / "wide")
-    assert TokenStore(output).metadata.train.tokens + TokenStore(output).metadata.val.tokens == 5 * 999 + 1
+    command = ("--input", text, "--output", tmp_path / "store", "--tokenizer")
+    assert "cannot encode this text: " in refused(*command, tmp_path / "loses")
+    pretokenize(*command, tmp_path / "wide")
+    metadata = TokenStore(tmp_path / "store").metadata
+    assert metadata.train.tokens + metadata.val.tokens == 5 * 999 + 1
 
 
 def test_lossy_tokenizer_is_refused(tmp_path, text, monkeypatch):
@@ -162,14 +166,13 @@ def test_lossy_tokenizer_is_refused(tmp_path, text, monkeypatch):
     lossy.pre_tokenizer, lossy.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     lossy.train_from_iterator(["only these letters\n"], trainers.BpeTrainer(vocab_size=100, show_progress=False))
     PreTrainedTokenizerFast(tokenizer_object=lossy).save_pretrained(tmp_path / "lossy")
-    arguments = ("--input", text, "--output", tmp_path / "store", "--tokenizer", tmp_path / "lossy")
-    error = refused(*arguments)
+    command = ("--output", tmp_path / "store", "--tokenizer", tmp_path / "lossy", "--input")
+    error = refused(*command, text)
     assert f"{tmp_path / 'lossy'} cannot encode this text: " in error
     lost, size = re.search(r"([\d,]+) of ([\d,]+) bytes would be lost", error).groups()
     assert int(lost.replace(",", "")) < int(size.replace(",", "")) / 2  # refused after the first of several units
-    (tmp_path / "first.txt").write_text("only these letters\n" * 60)
-    arguments = ("--input", tmp_path / "first.txt", *arguments[1:], "--max_bytes", "1000")
-    pretokenize(*arguments)  # what it loses is behind the limit
+    first = write(tmp_path / "first.txt", "only these letters\n" * 60)
+    pretokenize(*command, first, text, "--max_bytes", "1000")  # what it loses is behind the limit
 
 
 def test_missing_and_unknown_flags_are_named():
@@ -181,8 +184,8 @@ def test_missing_and_unknown_flags_are_named():
     assert error_of(main, ["--input", "no.txt"]).startswith(f"{required[1]}\nno.txt matches no local file or folder")
 
 
-def test_invalid_values_are_reported_in_one_sentence(tmp_path, text, monkeypatch):
-    command = ("--input", text, "--output", tmp_path / "store")
+def test_invalid_values_are_reported_in_one_sentence(tmp_path, command, monkeypatch):
+    command = command[: -len(SMALL)]
     with monkeypatch.context() as context:
         context.setenv("WORLD_SIZE", "2")
         context.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -197,10 +200,9 @@ def test_invalid_values_are_reported_in_one_sentence(tmp_path, text, monkeypatch
 @pytest.mark.parametrize("output", ["full", "full/", "full/notes.txt", "full/notes.txt/store", ".", "full/../full"])
 def test_existing_output_is_kept(tmp_path, text, monkeypatch, output):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "notes.txt").write_text("mine")
+    notes = write(tmp_path / "full" / "notes.txt", "mine")
     assert "choose another --output" in refused("--input", text, "--output", output, *SMALL)
-    assert (tmp_path / "full" / "notes.txt").read_text() == "mine"
+    assert notes.read_text() == "mine"
     assert not list(tmp_path.glob(".full.lock"))
 
 
@@ -208,7 +210,7 @@ def test_large_seeds_tilde_and_empty_output_folders_are_accepted(tmp_path, text,
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     long = "".join(f"{i} bottles of beer on the wall\r\n" for i in range(20_000))
-    text.write_text(long, encoding="utf-8", newline="")
+    write(text, long)
     for seed in ("0", str(2**63 - 1)):
         (tmp_path / seed).mkdir()
         flags = ("--tokenizer_type", "character", "--cleaning", "none", "--seed", seed)
@@ -217,94 +219,87 @@ def test_large_seeds_tilde_and_empty_output_folders_are_accepted(tmp_path, text,
 
 
 @pytest.mark.parametrize(
-    ("more", "expected"),
+    ("more", "kept", "split"),
     [
-        ([], (5, "1 document split in two, with the end held out for validation")),
-        (["--weights", "2"], (9, "5 documents more after --weights and the validation split")),
+        ([], 5, "1 document split in two, with the end held out for validation"),
+        (["--weights", "2"], 9, "5 documents more after --weights and the validation split"),
     ],
 )
-def test_document_counts_add_up(tmp_path, capsys, more, expected):
+def test_document_counts_add_up(tmp_path, capsys, more, kept, split):
     texts = [prose(i % 4, 400) for i in range(6)] + ["7 7 7 7"] * 3 + ["\n"]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    records = write_records(tmp_path / "a.jsonl", [{"text": text} for text in texts])
     flags = ["--cleaning", "normalize", "quality", "--dedup", "exact", *more]
-    pretokenize("--input", tmp_path / "a.jsonl", "--output", tmp_path / "store", *SMALL, *flags)
-    kept, split = expected
+    pretokenize("--input", records, "--output", tmp_path / "store", *SMALL, *flags)
+    counted = f"10 documents found, {kept} in the store"
     counts = "1 blank document; 3 documents dropped by quality.short; 2 documents that repeat an earlier one"
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith(
-        f"10 documents found, {kept} in the store, 0.0 MB read (left out or changed: {counts}; {split})"
-    )
+    assert line.startswith(f"{counted}, 0.0 MB read (left out or changed: {counts}; {split})")
     metadata = TokenStore(tmp_path / "store").metadata
     assert metadata.train.documents + metadata.val.documents == kept
-    assert f"10 documents found, {kept} in the store" in (tmp_path / "store" / "report.md").read_text()
+    assert counted in (tmp_path / "store" / "report.md").read_text()
 
 
 def test_skipped_files_are_counted_after_a_merge_of_shards(tmp_path, text, capsys):
-    (tmp_path / "in").mkdir()
+    table = write(tmp_path / "in" / "numbers.csv", "a,b\n1,2\n")
     text.rename(tmp_path / "in" / "words.txt")
-    (tmp_path / "in" / "numbers.csv").write_text("a,b\n1,2\n")
     command = ["--input", tmp_path / "in", "--output", tmp_path / "store", *SMALL]
     pretokenize(*command, "--shard", "0/1")
     pretokenize(*command, "--merge")
     assert "left out or changed: 1 table without a text column" in capsys.readouterr().out
-    assert f"column ({tmp_path / 'in' / 'numbers.csv'})" in (tmp_path / "store" / "report.md").read_text()
+    assert f"column ({table})" in (tmp_path / "store" / "report.md").read_text()
 
 
-def stop(*_):
-    raise KeyboardInterrupt
+@pytest.fixture
+def small_units(monkeypatch):
+    for module in ("corpus.units", "build.store_builder"):
+        monkeypatch.setattr(f"tokenizer.{module}.UNIT_BYTES", 4096)
+
+
+def stopped_before_the_merge():
+    return patch.object(Corpus, "refuse_changes", side_effect=KeyboardInterrupt)  # which is called after all units
 
 
 @pytest.mark.parametrize(
     ("flag", "value", "kept"),
     [("--max_bytes", "30KB", 30_000), ("--max_bytes", "1 kib", 1024), ("--max_documents", "700", 700)],
 )
-def test_limited_text_is_the_beginning_with_any_number_of_processes(tmp_path, monkeypatch, flag, value, kept):
+@pytest.mark.usefixtures("small_units")
+def test_limited_text_is_the_beginning_with_any_number_of_processes(tmp_path, flag, value, kept):
     by = "document" if flag == "--max_bytes" else "line"
-    for module in ("corpus.units", "build.store_builder"):
-        monkeypatch.setattr(f"tokenizer.{module}.UNIT_BYTES", 4096)
     first, second = prose(1), prose(2, 8000)
-    (tmp_path / "a.txt").write_text(first, encoding="utf-8")
-    (tmp_path / "b.txt").write_text(second, encoding="utf-8")
-    inputs = (tmp_path / "a.txt", tmp_path / "b.txt")
-    command = ("--sample_by", by, *SMALL, "--validation_fraction", "0.2", flag, value)
-    with monkeypatch.context() as patch:
-        patch.setattr(Corpus, "refuse_changes", stop)  # after all units, before the merge
-        with pytest.raises(KeyboardInterrupt):
-            pretokenize("--input", *inputs, "--output", tmp_path / "2", "--num_proc", 2, *command)
+    inputs = (write(tmp_path / "a.txt", first), write(tmp_path / "b.txt", second))
+    command = ("--input", *inputs, "--sample_by", by, *SMALL, "--validation_fraction", "0.2", flag, value)
+    with stopped_before_the_merge(), pytest.raises(KeyboardInterrupt):
+        pretokenize(*command, "--output", tmp_path / "2", "--num_proc", 2)
     for processes in (1, 2):
-        pretokenize("--input", *inputs, "--output", tmp_path / str(processes), "--num_proc", processes, *command)
+        pretokenize(*command, "--output", tmp_path / str(processes), "--num_proc", processes)
     if by == "document":
         *whole, cut = [first[:kept], second[: kept - len(first)]] if kept > len(first) else [first[:kept]]
         texts = [*whole, cut[: last_cut(cut, 0)]]
     else:
         texts = ["".join((first + second).splitlines(keepends=True)[:kept])]
-    folder = tmp_path / "beginning"
-    folder.mkdir()
     for name, beginning in zip("ab", texts, strict=False):
-        (folder / f"{name}.txt").write_text(beginning, encoding="utf-8")
-    pretokenize("--input", folder, "--output", tmp_path / "3", *command[:-2])
+        write(tmp_path / "beginning" / f"{name}.txt", beginning)
+    pretokenize("--input", tmp_path / "beginning", "--output", tmp_path / "3", *command[3:-2])
     stores = [TokenStore(tmp_path / name) for name in "123"]
     for split in ("train", "val"):
         one, other, beginning = ((store.folder / f"{split}.bin").read_bytes() for store in stores)
         assert one == other == beginning
 
 
-def test_characters_beyond_the_limit_are_not_read(tmp_path, monkeypatch):
-    for module in ("corpus.units", "build.store_builder"):
-        monkeypatch.setattr(f"tokenizer.{module}.UNIT_BYTES", 4096)
-    (tmp_path / "a.txt").write_text("some words\n" * 1000 + "雨\n" * 4000, encoding="utf-8")
-    limit = ("--max_bytes", "10KB", "--tokenizer_type", "character")
-    pretokenize("--input", tmp_path / "a.txt", "--output", tmp_path / "a", *limit, "--num_proc", 2)
-    assert TokenStore(tmp_path / "a").metadata.vocab_size == len(set("some words\n"))
+@pytest.mark.usefixtures("small_units")
+def test_characters_beyond_the_limit_are_not_read(tmp_path):
+    def metadata(name: str, text: str, *limit):
+        pretokenize("--input", write(tmp_path / f"{name}.txt", text), "--output", tmp_path / name, *limit)
+        return TokenStore(tmp_path / name).metadata
+
+    limit = ("--max_bytes", "10KB", "--tokenizer_type", "character", "--num_proc", 2)
+    assert metadata("a", "some words\n" * 1000 + "雨\n" * 4000, *limit).vocab_size == len(set("some words\n"))
     lines = ["\x01\n" if number % 3 else f"line {number} ends\n" for number in range(90)]
-    (tmp_path / "b.txt").write_text("".join(lines), encoding="utf-8")
     limit = ("--max_documents", "20", "--tokenizer_type", "character", "--sample_by", "line")
-    pretokenize("--input", tmp_path / "b.txt", "--output", tmp_path / "b", *limit)
-    counts = TokenStore(tmp_path / "b").metadata.counts
+    counts = metadata("b", "".join(lines), *limit).counts
     assert (counts["documents"], counts["blank"]) == (20, 38)  # cleaning makes the other lines blank
-    (tmp_path / "c.txt").write_text("acgt" * 2000, encoding="utf-8")  # no place to cut
-    pretokenize("--input", tmp_path / "c.txt", "--output", tmp_path / "c", "--max_bytes", "5KB", *SMALL)
-    assert TokenStore(tmp_path / "c").metadata.counts["bytes"] == 5000
+    assert metadata("c", "acgt" * 2000, "--max_bytes", "5KB", *SMALL).counts["bytes"] == 5000  # no place to cut
 
 
 def saved(folder: Path, **splits: list[str]) -> Path:
@@ -318,21 +313,19 @@ def test_split_validation_of_a_saved_dataset_is_the_validation_text(tmp_path, mo
     monkeypatch.setattr("tokenizer.corpus.units.UNIT_BYTES", 4096)
     texts = [f"Document {i:04} of a {'雨雪'[i // 300] * 13}.\n" for i in range(400)]  # of 60 bytes
     other, train, validation = texts[:20], [texts[303], *texts[20:300]], texts[300:]
-    (tmp_path / "other.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in other))
-    saved(tmp_path / "saved", train=train, validation=validation)
-    command = ("--input", tmp_path / "other.jsonl", tmp_path / "saved", *BODY, "--weights", "1", "2", *limit)
+    records = write_records(tmp_path / "other.jsonl", [{"body": text} for text in other])
+    folder = saved(tmp_path / "saved", train=train, validation=validation)
+    command = ("--input", records, folder, *BODY, "--weights", "1", "2", *limit)
     command = (*command, "--tokenizer_type", "character", "--dedup", "exact")
-    with monkeypatch.context() as patch:
-        patch.setattr(Corpus, "refuse_changes", stop)
-        with pytest.raises(KeyboardInterrupt):
-            pretokenize(*command, "--output", tmp_path / "2", "--num_proc", 2)
+    with stopped_before_the_merge(), pytest.raises(KeyboardInterrupt):
+        pretokenize(*command, "--output", tmp_path / "2", "--num_proc", 2)
     for processes in (1, 2):
         pretokenize(*command, "--output", tmp_path / str(processes), "--num_proc", processes)
     one, two = (TokenStore(tmp_path / name) for name in "12")
     assert one.metadata.identity == two.metadata.identity
     used = train[1 : 130 if limit else None]  # without the text that repeats one of the split validation
     assert (documents(one, "train"), documents(one, "val")) == (other + used * 2, validation[: 30 if limit else None])
-    assert one.metadata.validation_splits == [str(tmp_path / "saved" / "validation")]
+    assert one.metadata.validation_splits == [str(folder / "validation")]
 
 
 def test_split_validation_without_text(tmp_path):
@@ -348,7 +341,6 @@ def test_split_validation_without_text(tmp_path):
         assert (metadata.train.documents + metadata.val.documents, metadata.validation_splits) == (99, [])
 
 
-def test_limits_have_units_and_need_the_whole_text(tmp_path, text):
-    command = ("--input", text, "--output", tmp_path / "store", *SMALL)
+def test_limits_have_units_and_need_the_whole_text(command):
     assert "max_bytes is '2 apples'; it must be a number above 0" in refused(*command, "--max_bytes", "2 apples")
     assert "cannot be combined with shard" in refused(*command, "--max_bytes", "2KB", "--shard", "0/2")
