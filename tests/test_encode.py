@@ -12,20 +12,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from conftest import assert_user_error, prose
 from tokenizer.encoding import encode, vocabulary
-from tokenizer.encoding.encode import (
-    NO_TOKEN,
-    CharacterEncoder,
-    RustEncoder,
-    WordEncoder,
-    byte_level_alphabet,
-    encoder,
-    has_separate_words,
-    is_plain,
-    text_lengths,
-    token_bytes,
-)
+from tokenizer.encoding.encode import NO_TOKEN, RustEncoder, WordEncoder, encoder, text_lengths, token_bytes
 from tokenizer.encoding.words import WordSplitter
 
+U2, U4 = np.dtype("<u2"), np.dtype("<u4")
 SPACES = " \t\n\v\f\r\x85\u00a0\u1680\u2000\u2003\u200a\u2028\u2029\u202f\u205f\u3000"
 NO_SPACES = "\x1c\x1d\x1e\x1f\u180e\u200b\u200d\u2060\ufeff"  # some programs treat these as spaces
 FRAGMENTS = [
@@ -51,12 +41,12 @@ SCRIPTS = {
 
 def random_text(pick: random.Random) -> str:
     """Return text of fragments that are hard to split, and of arbitrary code points."""
-    text = []
+    text = ""
     for _ in range(pick.randrange(12)):
         code = pick.randrange(0x110000) if pick.random() < 0.5 else pick.randrange(0x3000)
         any_character = chr(code) if not 0xD800 <= code < 0xE000 else ""
-        text.append(pick.choice(FRAGMENTS) if pick.random() < 0.7 else any_character)
-    return "".join(text)
+        text += pick.choice(FRAGMENTS) if pick.random() < 0.7 else any_character
+    return text
 
 
 @pytest.fixture(scope="module")
@@ -79,25 +69,19 @@ def rust(trained) -> Tokenizer:
     return encode.load_rust(trained / "tokenizer.json")
 
 
-def library(rust: Tokenizer, texts: list[str], followed_by: list[int]) -> tuple[list[int], list[int]]:
-    """Return the ids of `tokenizers`, with the id that follows each text, and the counts."""
-    encodings = rust.encode_batch_fast(texts, add_special_tokens=False)
-    pairs = zip(encodings, followed_by, strict=True)
-    followed = [[*one.ids, *([next_] if next_ != NO_TOKEN else [])] for one, next_ in pairs]
-    return [i for ids in followed for i in ids], [len(ids) for ids in followed]
-
-
 def assert_same(encode_, rust: Tokenizer, texts: list[str], followed_by: list[int] | None = None) -> None:
+    """Compare with the ids of `tokenizers` and the id that follows each text."""
     followed_by = [NO_TOKEN] * len(texts) if followed_by is None else followed_by
     ids, counts = encode_([text.encode() for text in texts], followed_by)
-    expected_ids, expected_counts = library(rust, texts, followed_by)
-    assert counts.tolist() == expected_counts
-    assert ids.tolist() == expected_ids
+    pairs = zip(rust.encode_batch_fast(texts, add_special_tokens=False), followed_by, strict=True)
+    expected = [[*one.ids, *[next_] * (next_ != NO_TOKEN)] for one, next_ in pairs]
+    assert counts.tolist() == [len(ids) for ids in expected]
+    assert ids.tolist() == [i for ids in expected for i in ids]
 
 
 def words_of(texts: list[str], splitter: WordSplitter) -> list[list[str]]:
     """Return the words of each text in ByteLevel's printable form."""
-    shown = {byte: character for character, byte in byte_level_alphabet().items()}
+    shown = {byte: character for character, byte in encode.byte_level_alphabet().items()}
     words = splitter.words([text.encode() for text in texts]).to_pylist()
     ends = [i for i, word in enumerate(words) if word == b"\xff"]
     return [["".join(map(shown.get, word)) for word in words[start + 1 : end]] for start, end in pairwise([-1, *ends])]
@@ -110,19 +94,17 @@ def test_code_point_classes_match_byte_level():
     expected = [[word for word, _ in byte_level.pre_tokenize_str(text)] for text in texts]
     assert words_of(texts, WordSplitter()) == expected
     texts = ["a", "", "b ", " c", "'", "s", "'r", "e", "\u3000", "\u3000", "d\n", ""]  # stay separate
-    words = words_of(texts, WordSplitter())
-    assert words == [word for text in texts for word in words_of([text], WordSplitter())]
+    assert words_of(texts, WordSplitter()) == [word for text in texts for word in words_of([text], WordSplitter())]
 
 
 def test_fuzzed_texts_and_source_code_match_tokenizers(rust, fuzz):
-    words = WordEncoder(rust, np.dtype("<u2"))
-    for start in range(0, len(fuzz), 5000):
-        assert_same(words, rust, fuzz[start : start + 5000])
-    assert_same(words, rust, ["".join(fuzz)])
+    words = WordEncoder(rust, U2)
+    for texts in (fuzz[:5000], fuzz[5000:], ["".join(fuzz)]):
+        assert_same(words, rust, texts)
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[::3]
     texts = [file.read_bytes().decode(errors="replace") for file in files]
     assert sum(map(len, texts)) > 1_000_000
-    assert_same(WordEncoder(rust, np.dtype("<u2")), rust, texts)
+    assert_same(WordEncoder(rust, U2), rust, texts)
 
 
 RUNS = {text[:2]: text * 20_000 for text in ("x", " ", "\n", "é", "雪", "!", "'s", "\u3000")}
@@ -135,13 +117,13 @@ def test_all_scripts_and_long_runs_match_tokenizers(rust, text):
         pick = random.Random(0)
         texts += ["".join(pick.sample(text, len(text))) for _ in range(200)]
         texts += [text * 50, text.replace(" ", ""), text.replace(" ", "\u3000")]
-    assert_same(WordEncoder(rust, np.dtype("<u2")), rust, texts)
+    assert_same(WordEncoder(rust, U2), rust, texts)
 
 
 @pytest.mark.parametrize(("name", "limit"), [("REMEMBERED_WORDS", 50), ("REMEMBERED_IDS", 1000)])
 def test_forgetting_words_changes_no_ids(rust, fuzz, monkeypatch, name, limit):
     monkeypatch.setattr(encode, name, limit)
-    words = WordEncoder(rust, np.dtype("<u2"))
+    words = WordEncoder(rust, U2)
     for start in range(0, 3000, 100):
         assert_same(words, rust, fuzz[start : start + 100])
         assert (len(words.known) if name == "REMEMBERED_WORDS" else words.size) < limit + 4000
@@ -151,7 +133,7 @@ def test_forgetting_words_changes_no_ids(rust, fuzz, monkeypatch, name, limit):
 def test_each_text_is_followed_by_its_own_id(rust, fuzz, kind):
     pick = random.Random(1)
     texts = [pick.choice([text, ""]) for text in fuzz[:3000]]
-    for dtype in (np.dtype("<u2"), np.dtype("<u4")):
+    for dtype in (U2, U4):
         assert_same(kind(rust, dtype), rust, texts, [pick.choice([NO_TOKEN, 0, 1, 2, 899]) for _ in texts])
         assert_same(kind(rust, dtype), rust, ["", ""], [NO_TOKEN, 0])
         ids, counts = kind(rust, dtype)([b""], [NO_TOKEN])
@@ -162,8 +144,7 @@ NO_PATTERN = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 SPLIT = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|\p{L}+|[^\p{L}\p{N}]+"), "isolated")
 OTHER_WORDS = pre_tokenizers.Sequence([SPLIT, NO_PATTERN])
 TOOL = AddedToken("<|tool|>", lstrip=True, rstrip=True)
-END = ("<|endoftext|>", 0)
-TEMPLATE = processors.TemplateProcessing(single="<|endoftext|> $A <|endoftext|>", special_tokens=[END])
+TEMPLATE = processors.TemplateProcessing("<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)])
 CHANGES = {
     "none": (WordEncoder, lambda rust: None),
     "dropout": (RustEncoder, lambda rust: setattr(rust.model, "dropout", 0.1)),
@@ -183,7 +164,7 @@ CHANGES = {
 def test_bpe_uses_rust_only_if_its_words_differ(trained, fuzz, kind, change):
     rust = encode.load_rust(trained / "tokenizer.json")
     change(rust)
-    ours = encoder(rust, np.dtype("<u2"))
+    ours = encoder(rust, U2)
     assert type(ours) is kind
     if not rust.model.dropout:
         assert_same(ours, rust, [*SCRIPTS.values(), "", prose(3, 200), *fuzz[:2000], " <|tool|> a"])
@@ -222,7 +203,7 @@ def of_word_pieces() -> Tokenizer:
 @pytest.mark.parametrize("make", [of_pieces, of_likely_pieces, of_word_pieces])
 def test_other_tokenizers_are_encoded_by_rust(make, fuzz):
     rust = make()
-    ours = encoder(rust, np.dtype("<u2"))
+    ours = encoder(rust, U2)
     assert type(ours) is RustEncoder
     texts = [prose(1, 200), *SCRIPTS.values(), "", *fuzz[:500]]
     assert_same(ours, rust, texts, [0, 1, NO_TOKEN, 2, 3, 4, 5, 6] + [NO_TOKEN] * 500)
@@ -231,7 +212,7 @@ def test_other_tokenizers_are_encoded_by_rust(make, fuzz):
 def test_text_without_a_token_is_refused():
     rust = Tokenizer(models.Unigram([("a", -1.0), ("b", -2.0)]))
     sentence = r"tokenizer cannot encode this text \(.*unknown token.*\); use another token"
-    assert_user_error(sentence, encoder(rust, np.dtype("<u2")), [b"ab", b"c"], [NO_TOKEN, NO_TOKEN])
+    assert_user_error(sentence, encoder(rust, U2), [b"ab", b"c"], [NO_TOKEN, NO_TOKEN])
 
 
 def characters_of(text: str) -> Tokenizer:
@@ -240,8 +221,8 @@ def characters_of(text: str) -> Tokenizer:
 
 def test_character_ids_match_tokenizers(fuzz):
     rust = characters_of("".join(fuzz))
-    ours = encoder(rust, np.dtype("<u2"))
-    assert type(ours) is CharacterEncoder
+    ours = encoder(rust, U2)
+    assert type(ours) is encode.CharacterEncoder
     pick = random.Random(2)
     assert_same(ours, rust, fuzz[:5000], [pick.choice([NO_TOKEN, 0, 7]) for _ in range(5000)])
     assert_same(ours, rust, ["", ""])
@@ -251,29 +232,30 @@ def test_character_ids_match_tokenizers(fuzz):
 
 
 def test_single_letter_vocabulary_is_not_always_a_character_tokenizer():
-    each = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    unknown = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))  # has an id for unknown characters
-    unknown.pre_tokenizer = each
-    assert not encode.is_character(unknown)
-    assert encoder(unknown, np.dtype("<u2"))([b"abc"], [NO_TOKEN])[0].tolist() == [0, 1, 2]
-    rust = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="<unk>"))
+    def of_letters(*letters: str, unknown: str = "<unk>") -> Tokenizer:
+        rust = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token=unknown))
+        rust.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        return rust
+
+    rust = of_letters("a", "b", "?", unknown="?")  # has an id for unknown characters
     assert not encode.is_character(rust)
-    rust.pre_tokenizer = pre_tokenizers.Whitespace()
-    assert not encode.is_character(rust)
-    rust.pre_tokenizer = each
+    assert encoder(rust, U2)([b"abc"], [NO_TOKEN])[0].tolist() == [0, 1, 2]
+    rust = of_letters("a", "b", "?")
     assert encode.is_character(rust)
     rust.add_special_tokens(["<pad>"])
     rust.encode_special_tokens = True
-    assert_same(encode.CharacterEncoder(rust, np.dtype("<u2")), rust, ["ab?", "a"])
+    assert_same(encode.CharacterEncoder(rust, U2), rust, ["ab?", "a"])
     assert encode.is_character(rust)
     rust.add_tokens(["bb"])
     assert not encode.is_character(rust)
-    rust = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>"))
-    rust.pre_tokenizer = each
+    for words in (None, pre_tokenizers.Whitespace()):
+        rust = of_letters("a", "b", "?")
+        rust.pre_tokenizer = words
+        assert not encode.is_character(rust)
+    rust = of_letters("a", "b", "<unk>")
     rust.add_special_tokens(["<unk>"])
     assert not encode.is_character(rust)
-    rust = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="<unk>"))
-    rust.pre_tokenizer = each
+    rust = of_letters("a", "b", "?")
     rust.normalizer = normalizers.Lowercase()
     assert not encode.is_character(rust)
 
@@ -281,8 +263,8 @@ def test_single_letter_vocabulary_is_not_always_a_character_tokenizer():
 def test_byte_level_bpe_keeps_all_bytes(rust, fuzz):
     pieces = token_bytes(rust)
     assert len(pieces) == 900
-    assert set(map(bytes, map(bytearray, ([byte] for byte in range(256))))) <= set(pieces)
-    ids, counts = encoder(rust, np.dtype("<u2"))([text.encode() for text in fuzz], [0] * len(fuzz))
+    assert {bytes([byte]) for byte in range(256)} <= set(pieces)
+    ids, counts = encoder(rust, U2)([text.encode() for text in fuzz], [0] * len(fuzz))
     for text, of_text in zip(fuzz, np.split(ids, np.cumsum(counts)[:-1]), strict=True):
         assert b"".join(map(pieces.__getitem__, of_text.tolist())) == text.encode()
     assert text_lengths(rust) is None  # no text can be lost
@@ -291,10 +273,8 @@ def test_byte_level_bpe_keeps_all_bytes(rust, fuzz):
 def test_sentencepiece_tokens_include_their_spaces_and_bytes():
     rust = of_pieces()
     pieces = dict(zip(map(rust.id_to_token, range(rust.get_vocab_size())), token_bytes(rust), strict=True))
-    assert [pieces[name] for name in ("<unk>", "<0x0A>", "<0xE9>", "▁", "▁t", "he", "▁the")] == [
-        *(b"", b"\n", b"\xe9"),
-        *(b" ", b" t", b"he", b" the"),
-    ]
+    expected = {"<unk>": b"", "<0x0A>": b"\n", "<0xE9>": b"\xe9", "▁": b" ", "▁t": b" t", "he": b"he", "▁the": b" the"}
+    assert pieces | expected == pieces
     text = prose(1, 400) + "雪\n"
     ids = rust.encode(text).ids
     assert b"".join(map(token_bytes(rust).__getitem__, ids)) == b" " + text.encode()
@@ -304,14 +284,12 @@ def test_sentencepiece_tokens_include_their_spaces_and_bytes():
 def test_text_lengths_of_other_tokenizers_exclude_unknown_text():
     for rust in (of_likely_pieces(), of_word_pieces()):
         ids = rust.encode(prose(1, 400)).ids
-        lost = len(rust.decode(ids)) - text_lengths(rust)[ids].sum()
-        assert abs(lost) <= 1
-        unknown = rust.encode("雪").ids[-1]
-        assert text_lengths(rust)[unknown] == 0
+        assert abs(len(rust.decode(ids)) - text_lengths(rust)[ids].sum()) <= 1
+        assert text_lengths(rust)[rust.encode("雪").ids[-1]] == 0
 
 
 def byte_level(merges: list[tuple[str, str]], first_id: int = 0, **settings) -> Tokenizer:
-    tokens = list(dict.fromkeys([*byte_level_alphabet(), *map("".join, merges)]))
+    tokens = list(dict.fromkeys([*encode.byte_level_alphabet(), *map("".join, merges)]))
     rust = Tokenizer(models.BPE({token: first_id + i for i, token in enumerate(tokens)}, merges, **settings))
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     rust.decoder = decoders.ByteLevel()
@@ -322,9 +300,9 @@ def random_merges(pick: random.Random, letters: str) -> tuple[list[str], list[tu
     tokens, merges = list(letters), []
     for _ in range(60):
         pair = (pick.choice(tokens), pick.choice(tokens))
-        if "".join(pair) not in tokens and len("".join(pair)) < 30:
+        if (token := "".join(pair)) not in tokens and len(token) < 30:
             merges.append(pair)
-            tokens.append("".join(pair))
+            tokens.append(token)
     return tokens, merges
 
 
@@ -336,16 +314,16 @@ def test_words_of_any_length_match_those_of_tokenizers(seed):
     words = ["".join(pick.choices("abcd"[: pick.choice([2, 4])], k=length)) for length in lengths]
     words += ["a" * 999, "abb" * 500, "".join(pick.choices(tokens, k=500))]
     rust = byte_level(merges, pick.choice([0, 70_000]))
-    assert_same(WordEncoder(rust, np.dtype("<u4")), rust, words)
+    assert_same(WordEncoder(rust, U4), rust, words)
 
 
 def test_models_with_other_encoding_rules_are_rejected():
-    assert is_plain(byte_level([]))
+    assert encode.is_plain(byte_level([]))
     others = {"dropout": 0.1, "continuing_subword_prefix": "##", "end_of_word_suffix": "</w>", "ignore_merges": True}
     for name, value in others.items():
-        assert not is_plain(byte_level([], **{name: value})), name
-    assert not is_plain(Tokenizer(models.BPE({"a": 0}, [])))
+        assert not encode.is_plain(byte_level([], **{name: value})), name
+    assert not encode.is_plain(Tokenizer(models.BPE({"a": 0}, [])))
     unordered = [("a", "b"), ("b", "c"), ("abc", "ab"), ("ab", "c"), ("a", "bc")]
     for merges in ([("ÿ", "a")], [("bc", "a"), ("b", "c")], unordered):
-        assert not has_separate_words(byte_level(merges))
-        assert isinstance(encoder(byte_level(merges), np.dtype("<u4")), RustEncoder)
+        assert not encode.has_separate_words(byte_level(merges))
+        assert isinstance(encoder(byte_level(merges), U4), RustEncoder)
