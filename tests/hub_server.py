@@ -25,22 +25,19 @@ PREFIX = {"models": "", "datasets": "datasets/", "spaces": "spaces/"}
 @dataclass
 class File:
     content: bytes
-    is_lfs: bool
+    is_lfs: bool = False
 
     @property
     def oid(self) -> str:
         """Git's object id; for a large file, the id of its LFS pointer."""
-        content = pointer(self.content) if self.is_lfs else self.content
+        size, content = len(self.content), self.content
+        if self.is_lfs:
+            content = f"version https://git-lfs.github.com/spec/v1\noid sha256:{self.sha256}\nsize {size}\n".encode()
         return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
     @property
     def sha256(self) -> str:
         return hashlib.sha256(self.content).hexdigest()
-
-
-def pointer(content: bytes) -> bytes:
-    oid = hashlib.sha256(content).hexdigest()
-    return f"version https://git-lfs.github.com/spec/v1\noid sha256:{oid}\nsize {len(content)}\n".encode()
 
 
 @dataclass
@@ -74,7 +71,6 @@ class Hub:
         self.user = {"name": "me", "type": "user", "orgs": [{"name": "us"}], "auth": {"accessToken": {"role": "write"}}}
         self.taken: set[str] = set()  # names that other things have
         self.read_only: set[str] = set()  # namespaces without write permission
-        self.licences = {"mit", "apache-2.0", None}  # valid licenses
         self.secret: set[str] = set()  # files without read permission
         self.lost: Counter[str] = Counter()  # number of times that the connection is lost at a file
         self.cut_uploads = 0  # number of large uploads whose connection breaks in the middle
@@ -198,7 +194,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             repository = self.hub.repositories[key] = Repository(asked.get("visibility") == "private")
             names = (".gitattributes", *("README.md", "index.html", "style.css") * (asked.get("sdk") == "static"))
-            repository.commit("main", {name: File(b"*.safetensors filter=lfs\n", False) for name in names})
+            repository.commit("main", {name: File(b"*.safetensors filter=lfs\n") for name in names})
             self.answer(200, {"url": f"{self.base}/{PREFIX[key.split('/')[0]]}{name}", "id": name})
 
     def info(self, body: bytes, kind: str, name: str, revision: str | None = None) -> None:
@@ -219,13 +215,12 @@ class Handler(BaseHTTPRequestHandler):
         _, files = self.at(kind, name, revision)
         inside = f"{folder}/" if folder else ""
         below = {path.removeprefix(inside): file for path, file in files.items() if path.startswith(inside)}
-        folders = {path.split("/")[0] for path in below if "/" in path}
-        if "recursive=true" in self.path:
-            folders = set()
+        folders = set()
+        if "recursive=true" not in self.path:
+            folders = {path.split("/")[0] for path in below if "/" in path}
+            below = {path: file for path, file in below.items() if "/" not in path}
         entries = [{"type": "directory", "oid": "0" * 40, "size": 0, "path": inside + path} for path in folders]
         for path, file in below.items():
-            if folders and "/" in path:
-                continue
             entry = {"type": "file", "path": inside + path, "size": len(file.content), "oid": file.oid}
             if file.is_lfs:
                 entry["lfs"] = {"oid": file.sha256, "size": len(file.content), "pointerSize": 134}
@@ -243,11 +238,10 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(201, {})
 
     def validate(self, body: bytes) -> None:
-        content = json.loads(body)["content"]
-        if yaml.safe_load(content.split("---")[1]).get("license") not in self.hub.licences:
-            self.answer(400, {"errors": [{"message": '"license" must be one of apache-2.0, mit'}], "warnings": []})
-        else:
-            self.answer(200, {"errors": [], "warnings": []})
+        license = yaml.safe_load(json.loads(body)["content"].split("---")[1]).get("license")
+        is_valid = license in ("mit", "apache-2.0", None)
+        errors = [] if is_valid else [{"message": '"license" must be one of apache-2.0, mit'}]
+        self.answer(200 if is_valid else 400, {"errors": errors, "warnings": []})
 
     def preupload(self, body: bytes, kind: str, name: str, revision: str) -> None:
         _, published = self.at(kind, name, revision)
@@ -260,11 +254,10 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {"files": files})
 
     def lfs(self, body: bytes, name: str) -> None:
-        objects = []
-        for asked in json.loads(body)["objects"]:
+        objects = json.loads(body)["objects"]
+        for asked in objects:
             if asked["oid"] not in self.hub.large:
                 asked["actions"] = {"upload": {"href": f"{self.base}/large/{asked['oid']}"}}
-            objects.append(asked)
         self.answer(200, {"transfer": "basic", "objects": objects})
 
     def receive(self, body: bytes, oid: str) -> None:
@@ -273,20 +266,20 @@ class Handler(BaseHTTPRequestHandler):
 
     def commit(self, body: bytes, kind: str, name: str, revision: str) -> None:
         repository = self.repository(kind, name)
-        files, title = dict(repository.commits[repository.branches[revision]]), ""
-        for line in body.splitlines():
-            item = json.loads(line)
-            value = item["value"]
-            if item["key"] == "header":
-                title = value["summary"]
-                if value.get("parentCommit", repository.branches[revision]) != repository.branches[revision]:
-                    return self.answer(412, {"error": "A commit has happened since."})
-            elif item["key"] == "file":
-                files[value["path"]] = File(base64.b64decode(value["content"]), False)
-            elif item["key"] == "lfsFile":
-                files[value["path"]] = File(self.hub.large[value["oid"]], True)
-            elif item["key"] == "deletedFile":
-                del files[value["path"]]
+        newest, title = repository.branches[revision], ""
+        files = dict(repository.commits[newest])
+        for item in map(json.loads, body.splitlines()):
+            match item["key"], item["value"]:
+                case "header", header:
+                    title = header["summary"]
+                    if header.get("parentCommit", newest) != newest:
+                        return self.answer(412, {"error": "A commit has happened since."})
+                case "file", {"path": path, "content": content}:
+                    files[path] = File(base64.b64decode(content))
+                case "lfsFile", {"path": path, "oid": oid}:
+                    files[path] = File(self.hub.large[oid], True)
+                case "deletedFile", {"path": path}:
+                    del files[path]
         sha = repository.commit(revision, files, title)
         return self.answer(200, {"commitUrl": f"{self.base}/{PREFIX[kind]}{name}/commit/{sha}", "commitOid": sha})
 
