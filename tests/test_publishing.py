@@ -25,18 +25,7 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import push_to_hub
 from common import schema
-from conftest import (
-    MODERN_RUN,
-    assert_one_sentence,
-    assert_user_error,
-    error_of,
-    metrics,
-    online,
-    prose,
-    tokenized,
-    trained,
-    wait_until,
-)
+from conftest import MODERN_RUN, assert_one_sentence, error_of, metrics, online, prose, tokenized, trained, wait_until
 from hub_server import TOKEN, File, serving
 from modeling_gpt2scratch import GPT2ScratchConfig
 from modeling_gpt2scratch.loading import INDEX
@@ -100,8 +89,7 @@ def test_a_dry_run_assembles_only_allowed_files_of_the_checkpoint(a_copy, capsys
     output = capsys.readouterr().out
     loss = metrics(a_copy)[-1]["eval_loss"]
     assert f"logits differ by 0.0e+00, validation loss {loss:.4f} (run: {loss:.4f})" in output
-    size = (newest / WEIGHTS).stat().st_size
-    assert f"{size:>15,} bytes  model.safetensors" in output
+    assert f"{(newest / WEIGHTS).stat().st_size:>15,} bytes  model.safetensors" in output
     assert "Not uploaded (--dry_run)" in output
 
 
@@ -113,26 +101,23 @@ def test_the_requested_checkpoint_is_chosen(a_copy):
     assert find_folder(a_copy / "model", "best").name == "step_00000004"
     tuned = shutil.copytree(a_copy / "model", a_copy / "chats")  # fine-tuned there
     assert find_folder(tuned, None) == tuned
-    assert_user_error(r"checkpoint is 3, but .* has these checkpoint steps: 2, 4, 6; use one", find_folder, a_copy, "3")
-    assert_user_error("remove --checkpoint best", find_folder, a_copy / "checkpoints" / "step_00000004", "best")
+    sentence = "checkpoint is 3, but .* has these checkpoint steps: 2, 4, 6; use one"
+    assert_one_sentence(sentence, find_folder, a_copy, "3")
+    assert_one_sentence("remove --checkpoint best", find_folder, a_copy / "checkpoints" / "step_00000004", "best")
     (a_copy / "metrics.jsonl").write_text("")
-    assert_user_error("none of them was validated", find_folder, a_copy, "best")
+    assert_one_sentence("none of them was validated", find_folder, a_copy, "best")
 
 
 def test_nothing_is_published_if_a_checkpoint_is_damaged(a_copy, hub):
     for step, flag, remedy in ((2, "--revisions", "without --revisions"), (6, "--dry_run", "with --checkpoint STEP")):
         (a_copy / "checkpoints" / f"step_0000000{step}" / "config.json").write_text("{}")
         sentence = rf"step_0000000{step} is damaged: config\.json has 2 bytes instead of .* {remedy}\."
-        assert_user_error(sentence, push, a_copy, flag)
+        assert_one_sentence(sentence, push, a_copy, flag)
         assert not hub.repositories
 
 
-def as_a_folder(run: Path, destination: Path) -> Path:
-    return shutil.copytree(run / "model", destination)
-
-
 def test_an_existing_folder_of_the_user_is_not_overwritten(run, tmp_path, monkeypatch):
-    folder, existing_folder = (as_a_folder(run, tmp_path / name) for name in ("merged", "merged-hub"))
+    folder, existing_folder = (shutil.copytree(run / "model", tmp_path / name) for name in ("merged", "merged-hub"))
     monkeypatch.chdir(folder)
     (existing_folder / "thesis.txt").write_text("The only copy.")
     original = sorted(existing_folder.iterdir())
@@ -148,8 +133,7 @@ def test_a_full_disk_is_reported_in_one_sentence(run, form):
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))  # less than the size of the weights
     try:
-        sentence = r"cannot be read or written \(File too large\); fix that and run"
-        assert_refused(run, sentence, "--format", form)
+        assert_refused(run, r"cannot be read or written \(File too large\); fix that and run", "--format", form)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
@@ -158,7 +142,7 @@ def test_a_link_out_of_the_folder_is_not_followed(run, a_copy, tmp_path):
     (a_copy / "loss.png").unlink()
     (a_copy / "loss.png").symlink_to("/etc/hostname")
     assert_refused(a_copy, r"tiny cannot be published: loss\.png is a link out of the folder; replace the link")
-    folder = as_a_folder(run, tmp_path / "linked")
+    folder = shutil.copytree(run / "model", tmp_path / "linked")
     (folder / "chat_template.jinja").symlink_to("/etc/hostname")
     assert_refused(folder, r"linked cannot be published: chat_template\.jinja is a link out of the folder")
 
@@ -176,9 +160,8 @@ def without_some_weights(folder):
 
 def with_other_code(folder):
     code = folder / "modeling_gpt2scratch.py"
-    text = code.read_text()
-    code.write_text(text.replace("hidden_states = self.drop(", "hidden_states = 1.01 * self.drop("))
-    assert code.read_text() != text
+    before, after = code.read_text().split("hidden_states = self.drop(")
+    code.write_text(f"{before}hidden_states = 1.01 * self.drop({after}")
 
 
 def with_code_that_needs_this_repository(folder):
@@ -196,7 +179,7 @@ def with_code_that_needs_this_repository(folder):
     ],
 )
 def test_a_model_that_others_cannot_use_is_not_published(run, tmp_path, change, target):
-    folder = as_a_folder(run, tmp_path / "broken")
+    folder = shutil.copytree(run / "model", tmp_path / "broken")
     change(folder)
     assert_refused(folder, target, "--trust_folder_code")
 
@@ -235,7 +218,7 @@ def test_code_of_a_folder_runs_only_when_trusted_and_in_isolation(run, tmp_path,
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     (tmp_path / "token").write_text("hf_secret")
-    folder = as_a_folder(run, tmp_path / "custom")
+    folder = shutil.copytree(run / "model", tmp_path / "custom")
     code = folder / "modeling_gpt2scratch.py"
     names = {"TOKEN": str(tmp_path / "token"), "HOME": str(Path.home()), "PARENT": str(tmp_path)}
     names |= {"NAMES": sorted(ALWAYS - {"loss.png", "course.png"})}
@@ -253,7 +236,7 @@ def test_code_of_a_folder_runs_only_when_trusted_and_in_isolation(run, tmp_path,
 
 
 def test_the_current_code_replaces_older_code(run, tmp_path, checks):
-    folder = as_a_folder(run, tmp_path / "older")
+    folder = shutil.copytree(run / "model", tmp_path / "older")
     (folder / "modeling_gpt2scratch.py").unlink()
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "someone/else--their.Code"}}))
@@ -280,10 +263,10 @@ def test_a_loss_that_differs_from_the_run_or_cannot_be_compared_is_reported(a_co
 
     check(expected, 0.009, 0.009)
     sentence = r"has a validation loss of [\d.]+ in a fresh process, but the run recorded"
-    assert_user_error(sentence, check, expected, 0.02, 0.02)
+    assert_one_sentence(sentence, check, expected, 0.02, 0.02)
     sample = replace(expected, is_sample=True)
     check(sample, -0.4, 0.5)  # within five standard errors
-    assert_user_error(sentence, check, sample, 0.02, 0.02)
+    assert_one_sentence(sentence, check, sample, 0.02, 0.02)
     config = a_copy / "config.yaml"
     config.write_text(re.sub(r"^data: .*$", f"data: {a_copy / 'gone'}", config.read_text(), flags=re.MULTILINE))
     check(verify.expect(PublishedModel.read(find_folder(a_copy, None))))
@@ -328,11 +311,11 @@ def test_the_native_format_has_no_code_and_cannot_be_published_again(run, tmp_pa
     ],
 )
 def test_wrong_arguments_are_refused(run, arguments, target):
-    assert_user_error(target, push_to_hub.main, [argument.replace("RUN", str(run)) for argument in arguments])
+    assert_one_sentence(target, push_to_hub.main, [argument.replace("RUN", str(run)) for argument in arguments])
 
 
-def card_of(folder: Path, choice: str | None = None) -> str:
-    return model_card(PublishedModel.read(find_folder(folder, choice)), MINE, FolderArguments())
+def card_of(folder: Path, choice: str | None = None, repository=MINE, format=("gpt2scratch",), gguf=()) -> str:
+    return model_card(PublishedModel.read(find_folder(folder, choice)), repository, FolderArguments([*format]), gguf)
 
 
 def test_the_card_describes_the_run(run, checks):
@@ -344,20 +327,14 @@ def test_the_card_describes_the_run(run, checks):
     [validation] = [entry for entry in metrics(run) if entry["step"] == 4 and "eval_loss" in entry]
     values = {result.metric_type: result.metric_value for result in card.data.eval_results}
     assert values == {name: round(validation[f"eval_{name}"], 4) for name in ("loss", "perplexity", "bits_per_byte")}
-    assert "11,648 parameters" in card.text
-    assert "\nNotes: Does \\<b\\> help?\n" in card.text
-    assert "At 2.50 dollars per hour: 0.0" in card.text
     sentence = "weights after step 4 (256 tokens). Their validation loss is {eval_loss:.4f}, on {eval_tokens:,} "
-    assert sentence.format(**validation) in card.text
+    for words in ("11,648 parameters", "\nNotes: Does \\<b\\> help?\n", "At 2.50 dollars per hour: 0.0", sentence):
+        assert words.format(**validation) in card.text
     headings = re.findall(r"^## (.*)$", re.sub(r"```.*?```", "", card.text, flags=re.DOTALL), flags=re.MULTILINE)
-    assert headings == [
-        *("Use", "Results", "Samples", "Data", "Training", "Speed", "Estimate vs. actual", "Cost"),
-        *("Limitations", "License", "Citation"),
-    ]
-    rows = [row for row in card.text.splitlines() if re.match(r"\| [246] \|", row)]
-    assert len(rows) == 3
-    assert "`the" in rows[0]
-    assert str(run) not in card.text
+    expected = "Use/Results/Samples/Data/Training/Speed/Estimate vs. actual/Cost/Limitations/License/Citation"
+    assert headings == expected.split("/")
+    first, _, _ = (row for row in card.text.splitlines() if re.match(r"\| [246] \|", row))
+    assert "`the" in first
     assert str(run.parent) not in card.text
 
 
@@ -366,32 +343,31 @@ def test_a_model_trained_on_chats_ends_its_answers(tmp_path, checks, monkeypatch
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     store = tokenized(path, tmp_path / "store", {"chat_template": "chatml", "validation_fraction": 0.2}, vocab_size=300)
-    run, ends = (
-        trained(store, tmp_path / "run", max_steps=1, sample_prompts=None),
-        [0, store.load_tokenizer().vocab["<|im_end|>"]],
-    )
-    release = PublishedModel.read(run / "checkpoints" / "step_00000001")
-    card = " ".join(model_card(release, MINE, FolderArguments()).split())
-    assert "Unless that text was chats, it was not trained to answer questions" in card
-    settings = shutil.copytree(run / "model", tmp_path / "old") / "generation_config.json"
-    assert json.loads(settings.read_text())["eos_token_id"] == ends
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token_id": 0}))  # as older versions
-    release = PublishedModel.read(tmp_path / "old")
-    assert release.model.generation_config.eos_token_id == ends
-    assemble(release, MINE, FolderArguments(), tmp_path / "hub", verify.expect(release))
-    assert json.loads((tmp_path / "hub" / "generation_config.json").read_text())["eos_token_id"] == ends
-    settings.unlink()
-    name = "additional_chat_templates/tool_use.jinja"
-    (tmp_path / "old" / name).parent.mkdir()
-    (tmp_path / "old" / name).write_text("{{ messages[0].content }}")
-    release = PublishedModel.read(tmp_path / "old")
-    assemble(release, MINE, FolderArguments(), tmp_path / "hub", verify.expect(release))
-    assert json.loads((tmp_path / "hub" / "generation_config.json").read_text())["eos_token_id"] == ends
-    assert (tmp_path / "hub" / name).is_file()
+    run = trained(store, tmp_path / "run", max_steps=1, sample_prompts=None)
+    ends = [0, store.load_tokenizer().vocab["<|im_end|>"]]
+    assert "Unless that text was chats, it was not trained to answer questions" in " ".join(card_of(run).split())
+    old, hub = shutil.copytree(run / "model", tmp_path / "old"), tmp_path / "hub"
+    settings = json.loads((old / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == ends
+
+    def assembled(name: str, *format: str) -> dict:
+        """Assemble the folder for the Hub, and return a file of it."""
+        release = PublishedModel.read(old)
+        assert release.model.generation_config.eos_token_id == ends
+        assemble(release, MINE, FolderArguments([*format]), hub, verify.expect(release))
+        return json.loads((hub / name).read_text())
+
+    (old / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": 0}))  # as older versions
+    assert assembled("generation_config.json", "gpt2scratch")["eos_token_id"] == ends
+    (old / "generation_config.json").unlink()
+    template = Path("additional_chat_templates/tool_use.jinja")
+    (old / template.parent).mkdir()
+    (old / template).write_text("{{ messages[0].content }}")
+    assert assembled("generation_config.json", "gpt2scratch")["eos_token_id"] == ends
+    assert (hub / template).is_file()
     monkeypatch.setattr(hub_folder, "write_onnx", lambda *parts: [])
-    assemble(release, MINE, FolderArguments(format=["onnx"]), tmp_path / "hub", verify.expect(release))
-    template = json.loads((tmp_path / "hub" / "tokenizer_config.json").read_text())["chat_template"]
-    assert template == (tmp_path / "hub" / "chat_template.jinja").read_text()  # which transformers.js does not read
+    inline = assembled("tokenizer_config.json", "onnx")["chat_template"]
+    assert inline == (hub / "chat_template.jinja").read_text()  # which transformers.js does not read
     assert demo.find_all([str(run)])[1] == [*demo.EXAMPLES]  # not a part of a control token
 
 
@@ -408,17 +384,13 @@ def test_the_card_shows_only_evaluations_of_its_own_weights(run, tmp_path, capsy
     assert "## Evaluation" not in card_of(run_copy, "4")
 
 
-GGUF = {"name": "tiny-F16.gguf", "kind": "F16", "logits": 1e-3, "loss": 1e-6, "tokens": 256}
-
-
 def test_the_card_is_built_from_an_edited_report_or_a_report_of_an_older_version(a_copy):
     original = card_of(a_copy)
     report = a_copy / "report.md"
     page = report.read_text()
-    report.write_text(page.replace("## Data", "## Notes\n\nMy words.\n\n## Data"))
-    card = card_of(a_copy)
-    assert card == original.replace("## Data", "## Notes\n\nMy words.\n\n## Data")
-    edited_page = report.read_text()
+    notes = ("## Data", "## Notes\n\nMy words.\n\n## Data")
+    report.write_text(edited_page := page.replace(*notes))
+    assert card_of(a_copy) == original.replace(*notes)
     evaluate.main([str(a_copy), "--compare"])
     assert report.read_text() == edited_page
     samples = PublishedModel.read(find_folder(a_copy, None)).training.samples
@@ -429,23 +401,21 @@ def test_the_card_is_built_from_an_edited_report_or_a_report_of_an_older_version
     report.write_text(page)
     facts = schema.read(a_copy / "report.json")
     (a_copy / "report.json").write_text(schema.sealed(facts | {"format_version": 9}))
-    assert_user_error(r"report\.json was written by a newer version of GPT2Scratch \(format 9; ", card_of, a_copy)
+    assert_one_sentence(r"report\.json was written by a newer version of GPT2Scratch \(format 9; ", card_of, a_copy)
     (a_copy / "report.json").unlink()
     shutil.rmtree(a_copy / "evaluation")
     assert card_of(a_copy) == original
 
 
 def test_a_card_names_its_branch_and_the_native_and_gguf_files(run):
-    branch = Repository("me/tiny", branch="step0000002-tokens128")
-    card = model_card(PublishedModel.read(find_folder(run, "2")), branch, FolderArguments(["both"]), [GGUF])
+    gguf = {"name": "tiny-F16.gguf", "kind": "F16", "logits": 1e-3, "loss": 1e-6, "tokens": 256}
+    card = card_of(run, "2", replace(MINE, branch="step0000002-tokens128"), ["both"], [gguf])
     assert "as Transformers' own GPT-2" in card
     assert "xielu" not in card
     assert card.count('"me/tiny", revision="step0000002-tokens128", trust_remote_code=True') == 5
     assert '("me/tiny", revision="step0000002-tokens128", subfolder="native")' in card
     assert "--revision step0000002-tokens128 --local-dir .`, then `llama-completion -m tiny-F16.gguf -p" in card
-    main_card = model_card(
-        PublishedModel.read(find_folder(run, None)), Repository("me/tiny"), FolderArguments(["both"]), [GGUF]
-    )
+    main_card = card_of(run, None, MINE, ["both"], [gguf])
     assert "for llama.cpp: `llama-completion -hf me/tiny:F16 -p ...`. On 256 tokens" in main_card
     assert "differ from the model's by at most 0.001 and its loss by +1.0e-06" in card
 
@@ -456,14 +426,13 @@ def test_a_card_names_its_branch_and_the_native_and_gguf_files(run):
 def test_the_prompt_of_a_card_leaves_room_for_the_generated_text(a_copy, prompt, target):
     config = a_copy / "config.yaml"
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"sample_prompts": [prompt]}))
-    card = card_of(a_copy)
-    assert card.count(f"({json.dumps(target, ensure_ascii=False)}, max_new_tokens=8") == 1
+    assert card_of(a_copy).count(f"({json.dumps(target, ensure_ascii=False)}, max_new_tokens=8") == 1
     config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"sample_prompts": [""]}))
     assert 'tokenizer("",' not in card_of(a_copy)  # an empty prompt is not shown
 
 
 def test_a_card_built_from_a_card_keeps_its_sections_and_has_one_marker(run, tmp_path):
-    folder = as_a_folder(run, tmp_path / "again")
+    folder = shutil.copytree(run / "model", tmp_path / "again")
     old_sections = "## Example\n\nOne.\n\n## Example\n\nTwo.\n\n## Licence\n\nMIT, by me."
     (folder / "README.md").write_text(f"---\ntags: [a]\n---\n\n{SIGNATURE}\n\n# old\n\n{old_sections}\n")
     card = card_of(folder)
@@ -474,7 +443,7 @@ def test_a_card_built_from_a_card_keeps_its_sections_and_has_one_marker(run, tmp
 
 
 def test_the_example_of_a_card_uses_characters_of_the_model(run, tmp_path):
-    folder = as_a_folder(run, tmp_path / "characters")
+    folder = shutil.copytree(run / "model", tmp_path / "characters")
     build(VocabularyArguments(tokenizer_type="character"), None, lambda: iter(["日本語"])).save_pretrained(folder)
     card = card_of(folder)
     assert 'text = "日本語"' in card
@@ -486,16 +455,16 @@ def test_harness_results_on_local_files_do_not_publish_their_paths(a_copy):
     results.parent.mkdir()
     task = {"dataset_path": "/home/me/secret", "test_split": "test"}
     content = {"model_name": str(a_copy / "model"), "configs": {"mine": task}, "results": {"mine": {"acc,none": 0.5}}}
-    results.write_text(json.dumps(content | {"n-shot": {"mine": 0}, "lm_eval_version": "0.4"}))
+    content |= {"n-shot": {"mine": 0}, "lm_eval_version": "0.4"}
+    results.write_text(json.dumps(content))
     card = card_of(a_copy)
     assert "| mine | acc | 0.5000 |" in card
     assert "secret" not in card
     for seconds, is_own in ((1, True), (-1, False)):  # begun before the weights were saved: of earlier ones
-        dated = {"n-shot": {"mine": 0}, "lm_eval_version": "0.4", "date": time.time() + seconds * 1e6}
-        results.write_text(json.dumps(content | dated))
+        results.write_text(json.dumps(content | {"date": time.time() + seconds * 1e6}))
         assert ("| mine | acc | 0.5000 |" in card_of(a_copy)) is is_own
     results.write_text('{"model_name')
-    assert_user_error(r"results_1\.json is incomplete or damaged; delete it", card_of, a_copy)
+    assert_one_sentence(r"results_1\.json is incomplete or damaged; delete it", card_of, a_copy)
 
 
 def test_generated_text_cannot_end_its_code_block_in_the_report(tmp_path):
@@ -553,13 +522,8 @@ def test_every_checkpoint_becomes_a_branch(a_copy, hub, checks):
         assert files[WEIGHTS] == (a_copy / "checkpoints" / f"step_000000{step}" / WEIGHTS).read_bytes()
         assert f'revision="{name}"' in files["README.md"].decode()
     assert repository.files()[WEIGHTS] == repository.files(names[-1])[WEIGHTS]
-    order = [
-        method if method == "PUT" else "branch"
-        for method, path in hub.requests
-        if "PUT" in method or "/branch/" in path
-    ]
-    # A new branch, which has main's files, does not wait for its weights.
-    assert order[-3:] == ["PUT", "branch", "branch"]
+    order = ["/branch/" in path for method, path in hub.requests if method == "PUT" or "/branch/" in path]
+    assert order[-3:] == [False, True, True]  # a new branch has main's files, so it does not wait for its weights
     assert sorted(path.name for path in a_copy.glob("hub*")) == ["hub"]
     assert checks[1::2] == ["me/tiny"] * 3  # each after its folder
     assert [Path(name).name for name in checks[::2]] == ["hub", *(f"hub-{name}" for name in names)]
@@ -581,12 +545,12 @@ def test_a_second_upload_sends_nothing_new_deletes_stale_files_and_keeps_others(
     assert (len(repository.commits), hub.uploads()) == (commits, 3)  # the weights and two plots, each sent once
     user_files = {"notes.md", "tiny-Q4_K_M.gguf", "Other-7B-F16.gguf", "imatrix/mine-Q8_0.gguf"}
     stale = {"native/config.json", "tiny-F16.gguf"}
-    new_files = dict.fromkeys(user_files | stale, File(b"x", False))
+    new_files = dict.fromkeys(user_files | stale, File(b"x"))
     repository.commit("main", repository.commits[repository.branches["main"]] | new_files)
-    commit = upload(folder, MINE)
+    commit = upload(folder, MINE).oid
     assert repository.files().keys() == ALWAYS | {".gitattributes"} | user_files
     hub.requests.clear()
-    download("me/tiny", commit.oid, tmp_path, folder)
+    download("me/tiny", commit, tmp_path, folder)
     names = {path.rpartition("/")[2] for _, path in hub.requests if "/resolve/" in path}
     assert names == {Path(name).name for name in ALWAYS} | {".gitattributes", "notes.md"}
     sentence = f"Deleted from me/tiny, because {folder} lacks them: native/config.json, tiny-F16.gguf."
@@ -600,11 +564,11 @@ def test_an_edited_card_on_the_hub_is_kept(folder, hub, capsys):
     by_hub = b"---\nlicense: mit\n---\n"  # for a repository that was created there with a license
     for card, target in ((b"My words. \xff", None), (own_card + b"old", own_card), (by_hub, own_card)):
         files = repository.commits[repository.branches["main"]]
-        repository.commit("main", files | {"README.md": File(card, False)})
+        repository.commit("main", files | {"README.md": File(card)})
         upload(folder, MINE)
         assert repository.files()["README.md"] == (target or card)
     assert capsys.readouterr().out.count("The README.md of me/tiny was edited and is kept; delete it there") == 1
-    repository.commit("main", files | {"README.md": File(b"My words.", False)})
+    repository.commit("main", files | {"README.md": File(b"My words.")})
     HfApi().create_branch("me/tiny", branch="step-2")  # as if the connection was lost then
     upload(folder, replace(MINE, branch="step-2"))
     assert repository.files("step-2")["README.md"] == own_card
@@ -615,7 +579,7 @@ def test_a_commit_made_during_an_upload_is_kept(folder, hub):
     with ThreadPoolExecutor(1) as pool:
         outcome = pool.submit(upload, folder, MINE)
         wait_until(lambda: hub.uploads() or outcome.done())
-        hub["me/tiny"].commit("main", {"README.md": File(b"My words.", False)})
+        hub["me/tiny"].commit("main", {"README.md": File(b"My words.")})
         hub.hold.set()
         sentence = str(outcome.exception())
     assert re.search("Could not upload to me/tiny: the Hub refused: .*412.*; run this command again", sentence)
@@ -626,7 +590,7 @@ def test_an_upload_that_lost_its_connection_changes_nothing_and_resumes(folder, 
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     hub.cut_uploads = 100
     sentence = r"Could not upload to me/tiny: .*run this command again; files that arrived are not sent"
-    assert_user_error(sentence, upload, folder, MINE)
+    assert_one_sentence(sentence, upload, folder, MINE)
     assert hub["me/tiny"].files().keys() == {".gitattributes"}
     hub.cut_uploads = 0
     plot = folder / "loss.png"
@@ -646,20 +610,14 @@ def test_an_interrupted_upload_reports_how_to_resume(spawn, run, tmp_path):
         process.send_signal(signal.SIGINT)
         hub.hold.set()
         _, output = process.communicate(timeout=600)
-        assert process.returncode == 130
-        notice = (
-            "Interrupted, could not upload to me/tiny; run this command again; files that arrived are not sent twice."
-        )
-        assert f"\n{notice}" in output  # progress bars may be before and after it
-        assert hub["me/tiny"].files().keys() == {".gitattributes"}
+    assert process.returncode == 130
+    notice = "Interrupted, could not upload to me/tiny; run this command again; files that arrived are not sent twice."
+    assert f"\n{notice}" in output  # progress bars may be before and after it
+    assert hub["me/tiny"].files().keys() == {".gitattributes"}
 
 
-def with_an_adapter(hub, patch):
-    HfApi().create_repo("me/tiny", private=True)
-    hub["me/tiny"].commit("main", {"adapter_config.json": File(b"{}", False)})
-
-
-DENIED = "Could not access me/tiny:"
+DENIED, REPLACED = "Could not access me/tiny:", "which would be replaced; use another name"
+ADAPTER = "me/tiny holds an adapter (adapter_config.json), with which the model would not load"
 
 
 def with_token(token: str):
@@ -671,10 +629,10 @@ def switched_off(hub, patch):
     huggingface_hub.close_session()
 
 
-def with_a_model(kind: str):
+def with_file(name: str, content: bytes):
     def create(hub, patch):
         HfApi().create_repo("me/tiny", private=True)
-        hub["me/tiny"].commit("main", {"config.json": File(b'{"model_type": "%s"}' % kind.encode(), False)})
+        hub["me/tiny"].commit("main", {name: File(content)})
 
     return create
 
@@ -682,9 +640,9 @@ def with_a_model(kind: str):
 @pytest.mark.parametrize(
     ("trouble", "target"),
     [
-        (with_a_model("llama"), "me/tiny holds a model of type llama, which would be replaced; use another name"),
-        (with_a_model("gpt2"), "me/tiny holds a model of type gpt2, which would be replaced; use another name"),
-        (with_an_adapter, "me/tiny holds an adapter (adapter_config.json), with which the model would not load"),
+        (with_file("config.json", b'{"model_type": "llama"}'), f"me/tiny holds a model of type llama, {REPLACED}"),
+        (with_file("config.json", b'{"model_type": "gpt2"}'), f"me/tiny holds a model of type gpt2, {REPLACED}"),
+        (with_file("adapter_config.json", b"{}"), ADAPTER),
         (lambda hub, patch: patch.delenv("HF_TOKEN"), "You are not logged in to the Hub, or the token contains"),
         (with_token("hf_" + "w" * 34), f"{DENIED} the Hub refused: Invalid user token. The token from HF_TOKEN"),
         (with_token("é"), "the token contains invalid characters: run `hf auth login`"),
@@ -715,7 +673,7 @@ def test_a_refusal_of_the_hub_is_one_sentence(folder, hub, tmp_path):
         (folder, "our/tiny", r"Could not upload to our/tiny: the Hub refused: .*409 Conflict[^\n]*$"),
         (wrong, "me/tiny", r"does not accept the metadata of .*README\.md: .*license.* must be one of[^\n]*$"),
     ):
-        assert_user_error(target, upload, source, Repository(repo_id))
+        assert_one_sentence(target, upload, source, Repository(repo_id))
         assert not hub.large
     assert not {"models/us/tiny", "models/our/tiny"} & {*hub.repositories}
 
@@ -727,17 +685,12 @@ def test_what_the_owner_set_on_the_hub_is_kept_and_the_prompt_is_that_of_the_wid
     card.data["license"], card.data["base_model"], card.data["extra_gated_prompt"] = "apache-2.0", "me/old", "Agree."
     card.data["tags"] = [*card.data["tags"], "mine"]
     card.data["widget"] = [{"text": "the and"}]
-    files = repository.commits[repository.branches["main"]]
-    repository.commit("main", files | {"README.md": File(str(card).encode(), False)})
+    repository.commit("main", repository.commits[repository.branches["main"]] | {"README.md": File(str(card).encode())})
     push(run)
     card = ModelCard(repository.files()["README.md"].decode())
     data = card.data.to_dict()
-    assert (data["license"], data["extra_gated_prompt"], data["widget"]) == (
-        "apache-2.0",
-        "Agree.",
-        [{"text": "the and"}],
-    )
-    assert data["tags"] == ["gpt2scratch", "from-scratch", "mine"]
+    assert (data["license"], data["extra_gated_prompt"]) == ("apache-2.0", "Agree.")
+    assert (data["tags"], data["widget"]) == (["gpt2scratch", "from-scratch", "mine"], [{"text": "the and"}])
     assert "base_model" not in data  # of a model that was there before
     assert "apache-2.0" in card.text
     assert '("the and", ' in card.text
@@ -750,7 +703,7 @@ def test_a_native_twin_replaces_only_one_of_this_program(run, hub, checks):
 
 
 def test_a_folder_without_a_run_is_published_with_its_own_card(run, tmp_path, hub, checks, capsys):
-    folder = as_a_folder(run, tmp_path / "merged")
+    folder = shutil.copytree(run / "model", tmp_path / "merged")
     card = "---\nlibrary_name: peft\n---\n# merged\n\nTaught to chat.\n\n## How\n\nWith LoRA.\n"
     (folder / "README.md").write_text(card)
     (folder / INDEX).write_text("{}")  # of an earlier model in shards, which Transformers leaves; vLLM would read it
