@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
-from test_model import TINY, tiny_model, tokens
+from test_model import TINY, assert_close, tiny_model, tokens
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig
@@ -36,10 +36,9 @@ def assert_same_weights(one, other):
 
 def assert_same_logits(ours, gpt2):
     """Check that logits are bitwise equal, except with gelu_new, whose steps in Transformers round differently."""
+    ids, is_rounded = tokens(2, 32), ours.config.activation_function == "gelu_new"
     # Measured: 6e-7, where the standard deviation of a logit is 0.8.
-    atol = 2e-6 if ours.config.activation_function == "gelu_new" else 0
-    ids = tokens(2, 32)
-    torch.testing.assert_close(ours(ids).logits, gpt2(ids).logits, rtol=0, atol=atol)
+    assert_close(ours(ids).logits, gpt2(ids).logits, atol=2e-6 if is_rounded else 0)
 
 
 @torch.no_grad()
@@ -91,7 +90,7 @@ def test_the_apertus_twin_of_a_bf16_model_is_exact_because_it_is_float32():
     assert {parameter.dtype for parameter in twin.parameters()} == {torch.float32}
     assert (twin.config.rope_parameters, twin.config.rms_norm_eps) == (MODERN["rope_parameters"], 1e-6)
     expected = ours.float()(ids).logits
-    torch.testing.assert_close(twin(ids).logits, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert_close(twin(ids).logits, expected, atol=1e-5 * expected.abs().max().item())
 
 
 @torch.no_grad()
@@ -101,7 +100,7 @@ def test_scaled_rotary_positions_are_those_of_transformers(kind):
     rope |= {"linear": {}, "yarn": {"original_max_position_embeddings": 8}}.get(kind, LLAMA3)
     plain, ours = (tiny_model("modern", rope_parameters=each) for each in (MODERN["rope_parameters"], rope))
     ids, expected = tokens(2, 32), to_native(ours)(tokens(2, 32)).logits
-    torch.testing.assert_close(ours(ids).logits, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert_close(ours(ids).logits, expected, atol=1e-5 * expected.abs().max().item())
     assert (plain(ids).logits - expected).abs().max() > 0.01 * expected.abs().max()
     torch._dynamo.reset()
     compiled = torch.compile(ours, backend="eager", fullgraph=True)
@@ -140,8 +139,7 @@ def test_an_unsupported_gpt2_option_is_refused_by_name(name):
 @torch.no_grad()
 def test_the_command_converts_a_gpt2_folder_in_both_directions(tmp_path):
     gpt2 = tiny_gpt2(vocab_size=300)
-    gpt2.generation_config.temperature = 0.7
-    gpt2.generation_config.do_sample = True
+    gpt2.generation_config.update(do_sample=True, temperature=0.7)
     gpt2.save_pretrained(tmp_path / "gpt2")
     bpe_tokenizer().save(str(tmp_path / "gpt2" / "tokenizer.json"))
     assert main([str(tmp_path / "gpt2"), str(tmp_path / "ours")]) == 0
@@ -152,7 +150,7 @@ def test_the_command_converts_a_gpt2_folder_in_both_directions(tmp_path):
     assert ours.generation_config.temperature == 0.7
     assert_same_weights(GPT2LMHeadModel.from_pretrained(tmp_path / "back"), gpt2)
     for name in ("ours", "back"):
-        assert AutoTokenizer.from_pretrained(tmp_path / name)(TEXTS)["input_ids"] == bpe_ids(TEXTS)
+        assert AutoTokenizer.from_pretrained(tmp_path / name)(TEXTS)["input_ids"] == bpe_ids()
 
 
 class SeedAttention(nn.Module):
@@ -215,33 +213,29 @@ def bpe_tokenizer():
     tokenizer = Tokenizer(models.BPE(unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    names, alphabet = ["<|endoftext|>", "<|pad|>", "<|unk|>"], pre_tokenizers.ByteLevel.alphabet()
-    settings = {"vocab_size": 300, "special_tokens": names, "initial_alphabet": alphabet}
-    trainer = trainers.BpeTrainer(**settings, show_progress=False)
+    settings = {"vocab_size": 300, "special_tokens": ["<|endoftext|>", "<|pad|>", "<|unk|>"], "show_progress": False}
+    trainer = trainers.BpeTrainer(**settings, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator(["It was the age of wisdom, it was the age of foolishness, " * 9, *TEXTS], trainer)
     return tokenizer
 
 
-def bpe_ids(texts):
-    return [encoding.ids for encoding in bpe_tokenizer().encode_batch(texts)]
+def bpe_ids():
+    return [encoding.ids for encoding in bpe_tokenizer().encode_batch(TEXTS)]
 
 
 def write_seed(folder, kind="bpe", prefix="", **changes):
     """Write a checkpoint folder in the format of the seed author's trainer. Return the folder and its model."""
     folder.mkdir()
+    tokenizer = json.dumps(character_map()) if kind == "character" else bpe_tokenizer().to_str()
+    (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     vocab_size = len(CHARACTERS) if kind == "character" else bpe_tokenizer().get_vocab_size()
     shape = {"embed_dim": 16, "num_heads": 2, "num_layers": 2, "ff_dim": 48, "max_seq_len": 32}
-    shape["vocab_size"] = vocab_size
     torch.manual_seed(0)
-    model = SeedModel(**shape).eval()
-    torch.save({prefix + name: weight for name, weight in model.state_dict().items()}, folder / "pytorch_model.bin")
-    config = shape | {"dropout": 0.1, "tokenizer_type": kind, "model_name": "tiny"} | changes
+    model = SeedModel(vocab_size, **shape).eval()
+    torch.save({prefix + name: weight for name, weight in model.state_dict().items()}, folder / BIN)
+    config = shape | {"vocab_size": vocab_size, "dropout": 0.1, "tokenizer_type": kind, "model_name": "tiny"} | changes
     config["total_parameters"] = sum(parameter.numel() for parameter in model.parameters())
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    if kind == "character":
-        (folder / "tokenizer.json").write_text(json.dumps(character_map()), encoding="utf-8")
-    else:
-        bpe_tokenizer().save(str(folder / "tokenizer.json"))
     return folder, model
 
 
@@ -264,17 +258,17 @@ def test_a_seed_checkpoint_keeps_its_configuration_logits_and_loss(converted):
     assert (config.vocab_size, config.tie_word_embeddings) == (seed.head.out_features, False)
     assert (config.eos_token_id, config.pad_token_id) == ((0, 1) if kind == "bpe" else (None, None))
     assert ours.num_parameters() == sum(parameter.numel() for parameter in seed.parameters())
-    ids = tokens(2, 32, vocab_size=ours.config.vocab_size)
+    ids = tokens(2, 32, vocab_size=config.vocab_size)
     output, logits = ours(ids, labels=ids), seed(ids)
+    assert_close(output.logits, logits)
     loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    torch.testing.assert_close(output.logits, logits, rtol=0, atol=1e-5)
-    torch.testing.assert_close(output.loss, loss, rtol=0, atol=1e-6)
+    assert_close(output.loss, loss, atol=1e-6)
 
 
 def test_a_seed_tokenizer_keeps_its_ids_and_special_tokens(converted):
     kind, _, folder = converted
     indices = character_map()["char_to_idx"]
-    expected = bpe_ids(TEXTS) if kind == "bpe" else [[indices[character] for character in text] for text in TEXTS]
+    expected = bpe_ids() if kind == "bpe" else [[indices[character] for character in text] for text in TEXTS]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer(TEXTS)["input_ids"] == expected
     assert tokenizer.batch_decode(expected) == TEXTS
@@ -286,20 +280,18 @@ def test_a_seed_tokenizer_keeps_its_ids_and_special_tokens(converted):
     else:
         assert tokenizer("".join(CHARACTERS))["input_ids"] == list(range(len(CHARACTERS)))
         assert tokenizer.decode(range(len(CHARACTERS))) == "".join(CHARACTERS)
-        assert len(tokenizer) == len(CHARACTERS)
-        assert tokenizer.eos_token_id is None
+        assert (len(tokenizer), tokenizer.eos_token_id) == (len(CHARACTERS), None)
 
 
 def test_a_seed_checkpoint_on_the_hub_converts_by_its_id_and_with_any_model_type(hub, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     folder, seed = write_seed(tmp_path / "seed", "character", model_type="TransformerLanguageModel")
     hub.repositories["models/someone/seed"] = Repository(private=False)
-    hub["someone/seed"].commit("main", {path.name: File(path.read_bytes(), False) for path in folder.iterdir()})
+    hub["someone/seed"].commit("main", {path.name: File(path.read_bytes()) for path in folder.iterdir()})
     assert main(["someone/seed", str(tmp_path / "ours")]) == 0
     assert capfd.readouterr().out == f"Wrote {tmp_path / 'ours'} (gpt2scratch).\n"
     ids = tokens(1, 32, vocab_size=seed.head.out_features)
-    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-    torch.testing.assert_close(ours(ids).logits, seed(ids), rtol=0, atol=1e-5)
+    assert_close(AutoModelForCausalLM.from_pretrained(tmp_path / "ours")(ids).logits, seed(ids))
     assert AutoTokenizer.from_pretrained(tmp_path / "ours")("it").input_ids == [CHARACTERS.index(x) for x in "it"]
 
 
@@ -310,19 +302,17 @@ def test_a_seed_checkpoint_without_a_tokenizer_converts_to_both_formats(tmp_path
     for to in ("gpt2", "gpt2scratch"):
         assert main([str(folder), str(tmp_path / to), "--to", to]) == 0
         assert not list((tmp_path / to).glob("tokenizer*"))
-    native = GPT2LMHeadModel.from_pretrained(tmp_path / "gpt2")
-    ids = tokens(1, 32)
-    torch.testing.assert_close(native(ids).logits, seed(ids), rtol=0, atol=1e-5)
+    native, ids = GPT2LMHeadModel.from_pretrained(tmp_path / "gpt2"), tokens(1, 32)
+    assert_close(native(ids).logits, seed(ids))
 
 
 def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path, capfd):
-    folder, _ = write_seed(tmp_path / "seed")
-    target = tmp_path / "executed"
-    torch.save({"token_embedding.weight": Bomb(target)}, folder / "pytorch_model.bin")
+    folder, target = write_seed(tmp_path / "seed")[0], tmp_path / "executed"
+    torch.save({"token_embedding.weight": Bomb(target)}, folder / BIN)
     assert main([str(folder), str(tmp_path / "ours")]) == 1
     assert not target.exists()
     assert_one_sentence(capfd.readouterr().err, "pytorch_model.bin is damaged or not a plain state dict of tensors")
-    torch.load(folder / "pytorch_model.bin", weights_only=False)
+    torch.load(folder / BIN, weights_only=False)
     assert target.exists()  # unpickling would have executed it
 
 
@@ -334,8 +324,8 @@ def assert_one_sentence(stderr, words):
 
 def with_state(change):
     def build(folder):
-        weights = write_seed(folder)[0] / "pytorch_model.bin"
-        torch.save(change(torch.load(weights)), weights)
+        write_seed(folder)
+        torch.save(change(torch.load(folder / BIN)), folder / BIN)
         return folder
 
     return build
