@@ -51,8 +51,7 @@ def test_local_paths_are_not_hub_ids(tmp_path, monkeypatch):
         assert HubDataset.parse(entry) is None
     (tmp_path / "user").mkdir()
     assert HubDataset.parse("user/name") is None
-    planned_dataset = HubDataset("user/name", revision="main")  # it was a Hub id when the work was planned
-    assert open_dataset("user/name@main") == planned_dataset
+    assert open_dataset("user/name@main") == HubDataset("user/name", revision="main")  # a Hub id when it was planned
 
 
 CARD = """---
@@ -101,7 +100,7 @@ def serving_datasets(**datasets: dict[str, dict[str, bytes]]):
     """Serve a Hub with the commits of one user's datasets; yield it and its address."""
     with serving() as (hub, address):
         for name, commits in datasets.items():
-            files = {sha: {path: File(content, False) for path, content in commits[sha].items()} for sha in commits}
+            files = {sha: {path: File(content) for path, content in commits[sha].items()} for sha in commits}
             hub.repositories[f"datasets/user/{name}"] = Repository(False, files, {"main": NEWEST, "v1": FIRST})
         yield hub, address
 
@@ -130,11 +129,22 @@ for entry in sys.argv[1:]:
         found = str(error)
     print(json.dumps(found))
 """
-ENTRIES = [
-    *("user/name", "user/name:default:test", "user/name:default:test@v1", f"user/name:default:test@{FIRST}"),
-    *("user/tables", "user/name:chats", "user/name:shaky", "user/name:secret", "user/name:broken"),
-    *("user/name:nothing", "user/name:default:nothing", "user/name@v9", "user/nothing"),
-]
+UNITS = {
+    "user/name": [["one", "naïve 雪"], ["three"]],  # one unit per shard
+    "user/name:default:test": [["held out"]],
+    "user/name:default:test@v1": [["of the first version"]],
+    f"user/name:default:test@{FIRST}": [["of the first version"]],
+    "user/name:chats": [["<|im_start|>user\nHi<|im_end|>\n"]],
+    "user/name:shaky": [["shaky"]],  # its connection is lost for a moment
+}
+UNREADABLE = {
+    "user/nothing": r".* is not a local path, and the Hub has no such dataset, or it is private: log in with .*\.",
+    "user/name@v9": r".*, and the Hub has no revision v9 of this dataset; omit the revision or choose another.*\.",
+    "user/name:nothing": rf"user/name:nothing@{NEWEST} cannot be read from the Hub: .*'nothing' not found.*\.",
+    "user/name:default:nothing": r".*:nothing@2+ cannot be read from the Hub: Bad split: nothing\. .*[^.]\.",
+    "user/name:secret": r"user/name:secret@2+ cannot be read from the Hub: 403 Forbidden.*[^.]\.",
+    "user/name:broken": r"Reading user/name:broken@2+ stopped: .*\. Run the same command again\.",
+}
 
 
 RUN_EACH = """
@@ -151,6 +161,11 @@ for command in sys.argv[1:]:
 """
 
 
+def pretokenizing(texts: dict[str, str], folder: Path) -> list[str]:
+    """Return the command of each store. `texts`: names of stores -> inputs and further flags."""
+    return [f"tokenizer.pretokenize --output {folder / name} --vocab_size 300 --input {texts[name]}" for name in texts]
+
+
 def output_of(launch, script: str, entries: list[str], environment: dict[str, str]) -> list[str]:
     job = launch("-c", script, *entries, **environment)
     assert job.returncode == 0, job.stderr
@@ -164,55 +179,29 @@ def results(tmp_path_factory, launch) -> dict[str, list[list[str]] | str]:
     with serving_datasets(name=texts, tables={NEWEST: {"rows.parquet": parquet(*ROWS)}}) as (hub, address):
         hub.lost["shaky.jsonl"] = 2
         hub.secret.add("secret.jsonl")
-        lines = output_of(launch, READ, ENTRIES, environment(address, tmp_path_factory.mktemp("home")))
-    return dict(zip(ENTRIES, map(json.loads, lines), strict=True))
+        entries = ["user/tables", *UNITS, *UNREADABLE]
+        lines = output_of(launch, READ, entries, environment(address, tmp_path_factory.mktemp("home")))
+    return dict(zip(entries, map(json.loads, lines), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("entry", "units"),
-    [
-        ("user/name", [["one", "naïve 雪"], ["three"]]),  # one unit per shard
-        ("user/name:default:test", [["held out"]]),
-        ("user/name:default:test@v1", [["of the first version"]]),
-        (f"user/name:default:test@{FIRST}", [["of the first version"]]),
-        ("user/name:chats", [["<|im_start|>user\nHi<|im_end|>\n"]]),
-        ("user/name:shaky", [["shaky"]]),  # its connection is lost for a moment
-    ],
-)
-def test_configs_splits_revisions_tables_and_chats_are_read(results, entry, units):
-    assert results[entry] == units
+@pytest.mark.parametrize("entry", UNITS)
+def test_configs_splits_revisions_tables_and_chats_are_read(results, entry):
+    assert results[entry] == UNITS[entry]
     assert [text for unit in results["user/tables"] for text in unit] == ROWS  # the only text column is used
 
 
-@pytest.mark.parametrize(
-    ("entry", "sentence"),
-    [
-        (
-            "user/nothing",
-            r".* is not a local path, and the Hub has no such dataset, or it is private: log in with .*\.",
-        ),
-        (
-            "user/name@v9",
-            r".*, and the Hub has no revision v9 of this dataset; omit the revision or choose another.*\.",
-        ),
-        ("user/name:nothing", rf"user/name:nothing@{NEWEST} cannot be read from the Hub: .*'nothing' not found.*\."),
-        ("user/name:default:nothing", r".*:nothing@2+ cannot be read from the Hub: Bad split: nothing\. .*[^.]\."),
-        ("user/name:secret", r"user/name:secret@2+ cannot be read from the Hub: 403 Forbidden.*[^.]\."),
-        ("user/name:broken", r"Reading user/name:broken@2+ stopped: .*\. Run the same command again\."),
-    ],
-)
-def test_unreadable_datasets_end_in_one_sentence(results, entry, sentence):
-    assert re.fullmatch(sentence, results[entry]), results[entry]
+@pytest.mark.parametrize("entry", UNREADABLE)
+def test_unreadable_datasets_end_in_one_sentence(results, entry):
+    assert re.fullmatch(UNREADABLE[entry], results[entry]), results[entry]
 
 
 def test_lost_connection_ends_in_one_sentence_and_the_command_resumes_at_the_same_commit(launch, tmp_path):
     texts = [prose(i, 80) for i in range(300)]
     files = {"data/train-0.parquet": parquet(*texts[:250]), "data/train-1.parquet": parquet(*texts[250:])}
     save(train_bpe(texts, 300), tmp_path / "tokenizer")
-    command = ("-m", "tokenizer.pretokenize", "--input", "user/name", "--output", tmp_path / "store", "--num_proc", "1")
-    command = (*command, "--tokenizer", tmp_path / "tokenizer", "--cleaning", "none")
-    commits = {FIRST: files, NEWEST: {"data/train-0.parquet": parquet("changed")}}
-    with serving_datasets(name=commits) as (hub, address):
+    settings = {"input": "user/name", "output": tmp_path / "store", "tokenizer": tmp_path / "tokenizer"}
+    command = ("-m", "tokenizer.pretokenize", *flags(**settings, cleaning="none", num_proc=1))
+    with serving_datasets(name={FIRST: files, NEWEST: {"data/train-0.parquet": parquet("changed")}}) as (hub, address):
         hub["datasets/user/name"].branches["main"] = FIRST
         hub.lost["data/train-1.parquet"] = 10_000
         first = launch(*command, **environment(address, tmp_path / "home"))
@@ -271,17 +260,13 @@ def test_named_data_are_read_at_a_commit_that_the_store_records(tmp_path, launch
     chat = json.dumps({"messages": [{"role": "user", "content": prose(5, 400)}] * 2}).encode()
     (tmp_path / "mine.yaml").write_text("# My chats.\ndataset: user/name\nchat_template: chatml\n")
     with serving_datasets(name={NEWEST: {"0.jsonl": chat}}) as (hub, address):
-        story = {sha: {"0.jsonl": File(jsonl(prose(int(sha[0]), 800)), False)} for sha in (FIRST, NEWEST)}
+        story = {sha: {"0.jsonl": File(jsonl(prose(int(sha[0]), 800)))} for sha in (FIRST, NEWEST)}
         hub.repositories["datasets/roneneldan/TinyStories"] = Repository(False, story, {"main": NEWEST, "v1": FIRST})
-        commands = [
-            f"tokenizer.pretokenize --input {name} --output {tmp_path / Path(name.split()[0]).stem}-store "
-            "--vocab_size 300"
-            for name in (f"{tmp_path}/mine.yaml", "tinystories --revision v1")
-        ]
-        output_of(launch, RUN_EACH, commands, environment(address, tmp_path))
-    chats, stories = (TokenStore(tmp_path / f"{name}-store").metadata for name in ("mine", "tinystories"))
+        inputs = {"mine": f"{tmp_path}/mine.yaml", "tinystories": "tinystories --revision v1"}
+        output_of(launch, RUN_EACH, pretokenizing(inputs, tmp_path), environment(address, tmp_path))
+    chats, stories = (TokenStore(tmp_path / name).metadata for name in inputs)
     assert chats.commits == {"user/name": NEWEST}
-    assert "<|im_start|>" in TokenStore(tmp_path / "mine-store").load_tokenizer().get_vocab()
+    assert "<|im_start|>" in TokenStore(tmp_path / "mine").load_tokenizer().get_vocab()
     assert stories.commits == {"roneneldan/TinyStories": FIRST}
     (tmp_path / "mine.yaml").write_text(f"dataset: user/name\nchat_template: {tmp_path}/own.jinja\n")
     settings = []
@@ -290,12 +275,9 @@ def test_named_data_are_read_at_a_commit_that_the_store_records(tmp_path, launch
         settings.append(Recipe([f"{tmp_path}/mine.yaml"]).settings())
     assert settings[0] != settings[1]
     assert (stories.sources, stories.hub_datasets) == (["tinystories"], ["roneneldan/TinyStories"])
-    run = trained(TokenStore(tmp_path / "tinystories-store"), tmp_path / "run", max_steps=1)
-    report = (run / "report.md").read_text()
-    sources = (
-        f"- sources: tinystories; roneneldan/TinyStories at commit {FIRST[:12]}\n- please cite: Eldan and Li 2023, "
-    )
-    assert sources in report
+    report = (trained(TokenStore(tmp_path / "tinystories"), tmp_path / "run", max_steps=1) / "report.md").read_text()
+    sources = f"- sources: tinystories; roneneldan/TinyStories at commit {FIRST[:12]}\n"
+    assert f"{sources}- please cite: Eldan and Li 2023, " in report
     assert "arXiv:2305.07759 (license: cdla-sharing-1.0)\n- tokenizer: " in report
 
 
@@ -308,11 +290,7 @@ def test_split_validation_of_a_dataset_is_its_validation_text(tmp_path, launch):
     stores = {"one": "user/name --num_proc 1", "two": "user/name --num_proc 2", "train": "user/name::train"}
     stores |= {"cut": "user/name --max_documents 45", "chat": "user/chat --chat_template chatml"}
     with serving_datasets(**{name: {NEWEST: files} for name, files in commits.items()}) as (_, address):
-        commands = [
-            f"tokenizer.pretokenize --output {tmp_path / name} --vocab_size 300 --input {flags}"
-            for name, flags in stores.items()
-        ]
-        output = "\n".join(output_of(launch, RUN_EACH, commands, environment(address, tmp_path)))
+        output = "\n".join(output_of(launch, RUN_EACH, pretokenizing(stores, tmp_path), environment(address, tmp_path)))
         taken = ["for validation from user/" in part for part in output.split("\ndone")[:-1]]
         assert taken == [name != "train" for name in stores], output
         [refusal] = output_of(launch, READ, ["user/test"], environment(address, tmp_path))
@@ -349,14 +327,9 @@ def test_names_lose_to_local_paths_and_are_checked(tmp_path, monkeypatch):
 
 def test_a_limit_stops_streaming_early(tmp_path, launch):
     shards = {f"{shard}.jsonl": jsonl(*(prose(100 * shard + i, 80) for i in range(150))) for shard in range(4)}
-    limits = {"bytes": "30KB", "documents": "170"}
-    with serving_datasets(**{name: {NEWEST: shards} for name in limits}) as (hub, address):
-        commands = [
-            f"tokenizer.pretokenize --input user/{name} --output {tmp_path / name} --vocab_size 300 "
-            f"--max_{name} {limit}"
-            for name, limit in limits.items()
-        ]
-        output_of(launch, RUN_EACH, commands, environment(address, tmp_path))
+    inputs = {"bytes": "user/bytes --max_bytes 30KB", "documents": "user/documents --max_documents 170"}
+    with serving_datasets(**{name: {NEWEST: shards} for name in inputs}) as (hub, address):
+        output_of(launch, RUN_EACH, pretokenizing(inputs, tmp_path), environment(address, tmp_path))
     paths = [path for method, path in hub.requests if method == "GET" and ".jsonl" in path]
     for name, files in (("bytes", {"0.jsonl"}), ("documents", {"0.jsonl", "1.jsonl"})):
         assert {path.rsplit("/", 1)[1] for path in paths if f"user/{name}/" in path} == files
@@ -412,21 +385,19 @@ def test_missing_network_is_reported_in_one_sentence_and_the_cache_is_used_witho
     """The Hub cache contains the model me/cached, as links to blobs."""
     cache_folder = tmp_path / "hub" / "models--me--cached"
     shutil.copytree(RUN / "checkpoints" / "step_00000004", cache_folder / "blobs")
-    (cache_folder / "snapshots" / ("0" * 40)).mkdir(parents=True)
+    snapshot = write(cache_folder / "refs" / "main", "0" * 40).parents[1] / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
     for path in (cache_folder / "blobs").iterdir():
-        (cache_folder / "snapshots" / ("0" * 40) / path.name).symlink_to(path)
-    (cache_folder / "refs").mkdir()
-    (cache_folder / "refs" / "main").write_text("0" * 40)
-    pretokenize = (
-        f"tokenizer.pretokenize --input tests/formats/unfinished_v1/text --output {tmp_path}/out --quiet --tokenizer"
-    )
+        (snapshot / path.name).symlink_to(path)
+    pretokenize = f"tokenizer.pretokenize --output {tmp_path}/out --quiet --input"
+    with_tokenizer = f"{pretokenize} tests/formats/unfinished_v1/text --tokenizer"
     hints = {
-        f"tokenizer.pretokenize --input me/other --output {tmp_path}/out --quiet": "",
-        f"{pretokenize} me/other": "the local Hub cache lacks a tokenizer with this name",
+        f"{pretokenize} me/other": "",
+        f"{with_tokenizer} me/other": "the local Hub cache lacks a tokenizer with this name",
         "generate me/other --prompt The": "the local Hub cache lacks a model with this name",
     }
     conversion = f"modeling_gpt2scratch.conversion_gpt2scratch me/other {tmp_path}/converted"  # prints the error itself
-    known = [f"{pretokenize} me/cached", "generate me/cached --prompt The --max_new_tokens 2"]
+    known = [f"{with_tokenizer} me/cached", "generate me/cached --prompt The --max_new_tokens 2"]
     job = launch("-c", RUN_EACH, *hints, conversion, *known, **NO_NETWORK, HF_HOME=str(tmp_path))
     lines = job.stdout.splitlines()
     assert ([*lines[3:5], lines[-1]], "Retrying" in job.stderr) == (["done"] * 3, False), job.stdout + job.stderr
