@@ -21,7 +21,6 @@ pytest.importorskip("gradio", reason="the demo needs gradio")
 from huggingface_hub import HfApi, SpaceCard
 
 from chromium import Page
-from common.errors import UserError
 from conftest import REPOSITORY, assert_user_error, greedy, prose
 from hub_server import File
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
@@ -71,12 +70,14 @@ def address(run, letters):
 class DemoPage(Page):
     is_ready = "return document.querySelector('.tab:has(.card.empty) .settings')?.checkVisibility()"
 
-    def fill(self, selector: str, text: str) -> None:
+    def fill(self, selector: str, text: str, start=False) -> None:
         from selenium.webdriver.common.keys import Keys
 
         field = self.browser.find_element("css selector", selector)
         field.send_keys(Keys.CONTROL, "a")
         field.send_keys(text, *([Keys.TAB] if "input" in selector else []))
+        if start:
+            self.click(".start")
 
     def set(self, **settings: str) -> None:
         self.click(".settings > button")
@@ -89,10 +90,8 @@ class DemoPage(Page):
         self.wait_for(f"return [...document.querySelectorAll('{selector}')].find(it => it.checkVisibility())").click()
 
     def wait_until_done(self) -> None:
-        self.wait_for(
-            "return !document.querySelector('.card.writing, .card.empty') "
-            "&& !document.body.textContent.includes('Waiting')"
-        )
+        condition = "!document.querySelector('.card.writing, .card.empty')"
+        self.wait_for(f"return {condition} && !document.body.textContent.includes('Waiting')")
 
 
 def test_both_models_write_the_text_of_generate_and_the_page_loads_nothing_else(address, browser, run, letters, capsys):
@@ -101,8 +100,7 @@ def test_both_models_write_the_text_of_generate_and_the_page_loads_nothing_else(
     about = r"11,648 parametersstep 3validation loss \d\.\d\d\d\.\d\d bits per byte"
     assert re.fullmatch(about, page.texts("header ul")[0])
     page.set(temperature="0", length="40")
-    page.fill("#prompt textarea", "The")
-    page.click(".start")
+    page.fill("#prompt textarea", "The", start=True)
     page.wait_for("return document.querySelectorAll('.card.writing .new:not(:empty)').length > 0")  # streaming
     page.wait_until_done()
     assert page.texts(".text") == [greedy(model, "The", 40, capsys) for model in (run, letters)]  # exceeds the context
@@ -134,13 +132,11 @@ def test_an_example_fills_the_prompt_and_an_unknown_character_is_reported(addres
     page.click(".chip")
     page.wait_for("return document.querySelector('#prompt textarea')?.value === 'the'")
     page.set(length="4.4", seed="-5")
-    page.fill("#prompt textarea", "<b>${1+1}</b>")
-    page.click(".start")
+    page.fill("#prompt textarea", "<b>${1+1}</b>", start=True)
     page.wait_until_done()
     assert re.fullmatch(r"4 tokens[\d,]+ tokens/sseed 5", page.texts("footer")[0])
     assert page.texts(".prompt") == ["<b>${1+1}</b>"]  # shown as typed, not as HTML
-    refusal = "The text contains '$', '+', '/', '1', '{', '}', which is not among this model's"
-    assert refusal in page.texts(".text")[1]
+    assert "The text contains '$', '+', '/', '1', '{', '}', which is not among this model's" in page.texts(".text")[1]
 
 
 def settings(**changes) -> demo_page.GenerationSettings:
@@ -148,9 +144,10 @@ def settings(**changes) -> demo_page.GenerationSettings:
     return demo_page.GenerationSettings(**usual | changes)
 
 
-def written(models: list[demo_page.DemoModel], **changes) -> list[str]:
-    *_, continuations = demo_page.side_by_side(models, "The", settings(**changes), threading.Event())
-    return [continuation.text for continuation in continuations]
+def ended(models: list[demo_page.DemoModel], prompt="The", **changes) -> list:
+    """Return the continuations of all models."""
+    *_, continuations = demo_page.side_by_side(models, prompt, settings(**changes), threading.Event())
+    return continuations
 
 
 def model_at(folder: Path) -> demo_page.DemoModel:
@@ -161,22 +158,19 @@ def test_losses_and_chats_are_shown_as_plain_text(address, browser):
     page, text = DemoPage(browser, address), "The <b>é</b>{{1}}${1}"
     page.click("[role=tab]:nth-of-type(3)")
     for line in (text, "The the"):
-        page.fill("#text textarea", line)
-        page.click(".start")
+        page.fill("#text textarea", line, start=True)
         page.wait_for(f"return document.querySelector('.losses .text')?.textContent === {line!r}")
     assert page.texts(".text")[2:] == ["The the"] * 3  # with the difference
     page.click("[role=tab]:nth-of-type(2)")
     page.wait_for("return document.querySelector('#message textarea')?.checkVisibility()")
-    page.fill("#message textarea", "<b>the")
-    page.click(".start")
+    page.fill("#message textarea", "<b>the", start=True)
     page.wait_for("return document.querySelector('#talk')?.innerText.startsWith('<b>the')")
     page.click("#talk button[aria-label=Retry]")
     page.wait_for("return document.querySelector('.bar .note')?.textContent.includes('letters, seed ')")
     assert (talk := browser.find_element("css selector", "#talk")).text.count("<b>the") == 1
     page.click("#talk button[aria-label=Undo]")
     page.wait_for("return document.querySelector('#message textarea')?.value === '<b>the'")
-    page.fill("#message textarea", " ")
-    page.click(".start")  # a blank message is not sent
+    page.fill("#message textarea", " ", start=True)  # a blank message is not sent
     page.wait_for("return document.querySelector('.bar .note')?.textContent === ''")
     assert not talk.text
     page.click(".picker input")  # the first model, which is not the default here
@@ -207,9 +201,7 @@ def test_a_model_that_fails_does_not_stop_the_others(letters, tmp_path, monkeypa
             raise RuntimeError("out of\nmemory")
 
     monkeypatch.setattr(demo_page, "new_tokens", failing)
-    *_, continuations = demo_page.side_by_side(
-        [broken, second, model_at(letters)], "The", settings(), threading.Event()
-    )
+    continuations = ended([broken, second, model_at(letters)])
     assert [into.state for into in continuations] == ["refused", "refused", "ended"]
     assert continuations[0].problem.startswith("damaged cannot be loaded: ")  # visitors see no paths
     assert continuations[1].problem == "second stopped with an error: out of memory."
@@ -217,7 +209,7 @@ def test_a_model_that_fails_does_not_stop_the_others(letters, tmp_path, monkeypa
 
 def test_a_chat_is_answered_within_the_context(letters):
     chat = [{"role": role, "content": "The the"} for role in ("user", "assistant", "user")]
-    *_, [answer] = demo_page.side_by_side([model_at(letters)], chat, settings(), threading.Event())
+    [answer] = ended([model_at(letters)], chat)
     assert (answer.state, answer.tokens, answer.left_out, answer.is_endless) == ("complete", 8, 2, True)
 
 
@@ -229,37 +221,38 @@ def test_checkpoints_and_revisions_can_be_chosen(hub, letters, run):
     assert demo.find_models("me/a@step1")[0][0].load()[0].config.n_layer == 30
     with pytest.raises(ModelError, match=r"^me/a has no revision step2 on the Hub\.$"):
         demo.find_models("me/a@step2")[0][0].load()
-    models, _, samples = demo.find_models(str(run))
+    models, _, [sample] = demo.find_models(str(run))
     assert [entry.name for entry in models] == ["tiny", "tiny, step 3"]
-    assert len(samples) == 1
-    assert len(demo_page.score(models[0], samples[0])["losses"]) >= 8  # `sample_tokens` of the run
+    assert len(demo_page.score(models[0], sample)["losses"]) >= 8  # `sample_tokens` of the run
 
 
 def test_a_seed_reproduces_the_text_and_a_prompt_that_is_not_text_is_refused(letters):
     entry = model_at(letters)
-    text_of_one = written([entry])
-    assert len(text_of_one[0]) == 30
-    assert written([entry, entry, entry]) == text_of_one * 3
-    assert written([entry], seed=6) != text_of_one
-    assert written([entry], top_k=1) == written([entry], temperature=0.0, repetition_penalty=1.1)
+
+    def written(number=1, **changes) -> list[str]:
+        return [continuation.text for continuation in ended([entry] * number, **changes)]
+
+    [text] = written()
+    assert len(text) == 30
+    assert written(3) == [text] * 3
+    assert written(seed=6) != [text]
+    assert written(top_k=1) == written(temperature=0.0, repetition_penalty=1.1)
     writing = demo_page.side_by_side([entry, entry], "The", settings(max_new_tokens=10**9), threading.Event())
     assert [continuation.state for continuation in next(writing)] == ["writing", "writing"]
     writing.close()
-    *_, [error] = demo_page.side_by_side([entry], "a\ud800", settings(), threading.Event())
+    [error] = ended([entry], "a\ud800")
     assert (error.state, error.problem) == ("refused", "The text is not UTF-8.")
 
 
 def test_ten_visitors_at_once_are_all_answered(address):
     page = json.load(urlopen(f"{address}config"))
     parts = {part["id"]: part["props"] for part in page["components"]}
-    function = next(
-        it for it in page["dependencies"] if it["queue"] and "prompt" in str([parts[i] for i in it["inputs"]])
-    )
-    inputs = [parts[i] for i in function["inputs"]]
+    functions = {it["id"]: [parts[i] for i in it["inputs"]] for it in page["dependencies"] if it["queue"]}
+    function, inputs = next(it for it in functions.items() if "prompt" in str(it[1]))
     values = [20 if part.get("label") == "Length" else part.get("value") for part in inputs]
 
     def visit(number: int) -> str:
-        query = {"data": values, "fn_index": function["id"], "session_hash": f"visitor{number}"}
+        query = {"data": values, "fn_index": function, "session_hash": f"visitor{number}"}
         kind = {"Content-Type": "application/json"}
         urlopen(Request(f"{address}gradio_api/queue/join", json.dumps(query).encode(), kind)).close()
         with urlopen(f"{address}gradio_api/queue/data?session_hash=visitor{number}") as events:
@@ -272,9 +265,8 @@ def test_ten_visitors_at_once_are_all_answered(address):
 
 def test_nothing_can_be_uploaded(address):
     body = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a"\r\n\r\n12\r\n--x--\r\n'
-    request = Request(f"{address}gradio_api/upload", body, {"Content-Type": "multipart/form-data; boundary=x"})
     with pytest.raises(HTTPError) as error:
-        urlopen(request)
+        urlopen(Request(f"{address}gradio_api/upload", body, {"Content-Type": "multipart/form-data; boundary=x"}))
     with error.value as answer:
         assert answer.code == 413
 
@@ -290,8 +282,7 @@ def test_the_app_of_a_space_runs_from_its_folder_alone(run, letters, browser, tm
         page = DemoPage(browser, address)
         assert page.browser.title == "Two of them"
         page.set(temperature="0", length="20")
-        page.fill("#prompt textarea", "The")
-        page.click(".start")
+        page.fill("#prompt textarea", "The", start=True)
         page.wait_until_done()
         assert page.texts(".text") == [greedy(model, "The", 20, capsys) for model in models]
 
@@ -318,14 +309,15 @@ def test_a_space_is_published_only_with_public_models(hub, tmp_path, monkeypatch
     demo.main(["me/a", "--space", "me/demo"])
     assert hub["spaces/me/demo"].files().keys() >= FILES
     assert capsys.readouterr().out.endswith("/spaces/me/demo\n")
-    with pytest.raises(UserError, match="me/hidden, me/none, me/no_weights has no weights on the Hub"):
-        demo.main(["me/a", "me/hidden", "me/none", "me/no_weights", "--space", "me/other"])
+    models = ["me/a", "me/hidden", "me/none", "me/no_weights"]
+    sentence = "me/hidden, me/none, me/no_weights has no weights on the Hub"
+    assert_user_error(sentence, demo.main, [*models, "--space", "me/other"])
     assert "spaces/me/other" not in hub.repositories
     HfApi().create_repo("me/game", repo_type="space", space_sdk="static")
     check_access(Repository("me/game", "space"))  # nothing but the example of the Hub
-    hub["spaces/me/game"].commit("main", {"index.html": File(b"play", False)})
-    with pytest.raises(UserError, match="me/game is a Space of other files, which would be replaced"):
-        demo.main(["me/a", "--space", "me/game"])
+    hub["spaces/me/game"].commit("main", {"index.html": File(b"play")})
+    sentence = "me/game is a Space of other files, which would be replaced"
+    assert_user_error(sentence, demo.main, ["me/a", "--space", "me/game"])
     demo.main(["me/a", "--space", "me/demo"])  # its own Space
 
 
