@@ -92,6 +92,10 @@ def address(page_folder):
 class StaticPage(Page):
     is_ready = "return document.querySelector('#models input')"
 
+    def __init__(self, browser, address: str, *names: str, **settings):
+        super().__init__(browser, address)
+        self.choose(*names, **settings)
+
     def choose(self, *names: str, task: str = "continue", **settings) -> None:
         for box in self.browser.find_elements("css selector", "#models:not([hidden]) label"):
             if box.find_element("tag name", "input").is_selected() != (box.text in names):
@@ -117,8 +121,7 @@ class StaticPage(Page):
 def test_texts_side_by_side_are_those_of_generate_and_the_page_loads_nothing_else(
     address, browser, run, chats, letters, capsys
 ):
-    page = StaticPage(browser, address)
-    page.choose("tiny", "chats", "letters", temperature=0, length=40)
+    page = StaticPage(browser, address, "tiny", "chats", "letters", temperature=0, length=40)
     words = prose(3, 200).lower().replace(".", "").split()
     for i in range(7):
         prompt = " ".join(words[i : i + 1 + i % 5])  # the texts exceed the contexts of 16 and 32 tokens
@@ -139,30 +142,28 @@ def test_texts_side_by_side_are_those_of_generate_and_the_page_loads_nothing_els
 
 @needs_package
 def test_a_text_streams_and_can_be_stopped(address, browser):
-    page = StaticPage(browser, address)
-    page.choose("letters", length=100_000)
-    page.browser.execute_script("document.querySelector('#prompt').value = 'the'")
-    page.browser.find_element("id", "start").send_keys("\n")
+    page = StaticPage(browser, address, "letters", length=100_000)
+    browser.execute_script("document.querySelector('#prompt').value = 'the'")
+    browser.find_element("id", "start").send_keys("\n")
     page.wait_for("return document.querySelector('.text')?.textContent.length > 30")
-    assert not page.browser.find_element("id", "start").is_displayed()
-    assert page.browser.switch_to.active_element.get_attribute("id") == "stop"
-    page.browser.switch_to.active_element.send_keys("\n")
+    assert not browser.find_element("id", "start").is_displayed()
+    assert browser.switch_to.active_element.get_attribute("id") == "stop"
+    browser.switch_to.active_element.send_keys("\n")
     page.wait_until_done()
-    assert page.browser.find_element("id", "status").text == "Stopped."
-    assert page.browser.switch_to.active_element.get_attribute("id") == "start"
+    assert browser.find_element("id", "status").text == "Stopped."
+    assert browser.switch_to.active_element.get_attribute("id") == "start"
     assert 1 < int(page.texts(".note")[0].split()[0].replace(",", "")) < 100_000
 
 
 @needs_package
 def test_a_download_can_be_stopped(page_folder, browser):
     with served(page_folder, SlowHandler) as address:
-        page = StaticPage(browser, address)
-        page.choose("tiny", "chats", length=5)
+        page = StaticPage(browser, address, "tiny", "chats", length=5)
         page.start("the")
         page.wait_for("return document.querySelector('progress')?.value > 0")
-        page.browser.find_element("id", "stop").click()
+        browser.find_element("id", "stop").click()
         page.wait_until_done()
-        assert page.browser.find_element("id", "status").text == "Stopped."
+        assert browser.find_element("id", "status").text == "Stopped."
         assert [name for name in page.requests() if ".onnx" in name] == [f"{address}models/0/onnx/model.onnx"]
 
 
@@ -179,9 +180,7 @@ PIECES = [
 def test_ids_are_those_of_python_for_2000_texts(address, browser, chats):
     choice = random.Random(0).choice
     texts = ["".join(choice((choice(PIECES), choice(CHARACTERS))) for _ in range(i % 40)) for i in range(2000)]
-    page = StaticPage(browser, address)
-    page.choose("chats")
-    page.write("the")
+    StaticPage(browser, address, "chats").write("the")
     _, tokenizer = load_with_tokenizer(chats)
     script = "const { tokenizer } = demo.models[1]; return arguments[0].map((text) => "
     script += "{ const ids = tokenizer.encode(text); return [ids, tokenizer.decode(ids)]; })"
@@ -193,14 +192,12 @@ def test_ids_are_those_of_python_for_2000_texts(address, browser, chats):
 @needs_package
 @pytest.mark.parametrize("system", ["", "<|im_end|> in\n"])
 def test_a_chat_has_the_ids_of_python_and_is_answered(system, address, browser, chats):
-    page = StaticPage(browser, address)
-    page.choose("chats", task="chat", temperature=0, length=10, system=system)
+    page = StaticPage(browser, address, "chats", task="chat", temperature=0, length=10, system=system)
     model, tokenizer = load_with_tokenizer(chats)
     answers, messages = [], []
     for text in ("the of\n", "<b>a</b><|im_end|> <|endoftext|>", "and " * 20, "to"):
         messages.append({"role": "user", "content": text})
-        opening = [{"role": "system", "content": system}] * bool(system)
-        ids, left_out = chat_ids(tokenizer, opening + messages, 86)
+        ids, left_out = chat_ids(tokenizer, [{"role": "system", "content": system}] * bool(system) + messages, 86)
         settings = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": model.generation_config.eos_token_id}
         new = model.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), pad_token_id=1, **settings)
         answers.append(tokenizer.decode(new[0, len(ids) :], skip_special_tokens=True).rstrip("\ufffd"))
@@ -234,9 +231,8 @@ def test_chat_parts_are_known_only_for_templates_that_write_messages_one_after_a
         tokenizer.chat_template = body
         return static_page.chat_parts(tokenizer)
 
-    loop = (
-        "{% for it in messages %}[{{ it.role }}]{{ it.content }};{% endfor %}{% if add_generation_prompt %}>{% endif %}"
-    )
+    loop = "{% for it in messages %}[{{ it.role }}]{{ it.content }};{% endfor %}"
+    loop += "{% if add_generation_prompt %}>{% endif %}"
     parts = {"start": "[user]", "before": ";[assistant]", "after": ";[user]", "open": ";>", "trims": False}
     assert parts_of(loop) == parts | {"system": ["[system]", ";[user]"]}
     assert parts_of("{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + loop) == parts
@@ -247,17 +243,14 @@ def test_chat_parts_are_known_only_for_templates_that_write_messages_one_after_a
 
 @needs_package
 def test_losses_are_those_of_the_gradio_page(address, browser, run, chats):
-    page, text = StaticPage(browser, address), "The é🙂<|endoftext|> <b>"
-    page.choose("tiny", "chats", task="watch")
+    page, text = StaticPage(browser, address, "tiny", "chats", task="watch"), "The é🙂<|endoftext|> <b>"
     assert page.write(text)[:2] == [text, text]
     for name, folder, note in zip(("tiny", "chats"), (run / "model", chats), page.texts(".note"), strict=False):
         result = score(DemoModel(name, str(folder), []), text)
-        number = len(result["losses"])
-        loss, size = sum(result["losses"]), len(text.encode()) - (1 if name == "tiny" else len("The"))
-        assert note.startswith(
-            f"mean loss {loss / number:.2f} nats per token · {loss / math.log(2) / size:.2f} bits per byte · "
-            f"{number + 1} tokens of "
-        )
+        loss, number = sum(result["losses"]), len(result["losses"])
+        bits = loss / math.log(2) / (len(text.encode()) - (1 if name == "tiny" else len("The")))
+        means = f"mean loss {loss / number:.2f} nats per token · {bits:.2f} bits per byte"
+        assert note.startswith(f"{means} · {number + 1} tokens of ")
     page.choose("tiny", task="watch")
     page.write("t")
     assert page.texts(".problem") == ["The first token has no loss; enter a text of at least two tokens."]
@@ -265,10 +258,9 @@ def test_losses_are_those_of_the_gradio_page(address, browser, run, chats):
 
 @needs_package
 def test_a_long_prompt_and_html_and_an_unknown_character_are_shown_as_typed(address, browser):
-    page, prompt = StaticPage(browser, address), "<img src=x onerror=alert(1)>" + "the of and " * 20
-    page.choose("tiny", "letters", length=3, temperature=0)
-    texts = page.write(prompt)
-    assert texts[0].startswith(prompt)
+    page = StaticPage(browser, address, "tiny", "letters", length=3, temperature=0)
+    prompt = "<img src=x onerror=alert(1)>" + "the of and " * 20
+    assert page.write(prompt)[0].startswith(prompt)
     assert not browser.find_elements("tag name", "img")
     assert re.search(r" · the model read the last 15 of \d+ tokens$", page.texts(".note")[0])
     unknown = '"g", "c", "=", "x", "l", "(", "1", ")"'
@@ -279,41 +271,34 @@ def test_a_long_prompt_and_html_and_an_unknown_character_are_shown_as_typed(addr
 @needs_package
 def test_an_updated_page_uses_its_new_files(page_folder, browser, tmp_path):
     """The files are old, so the browser would use its copies for days without asking the server."""
-    folder, texts = shutil.copytree(page_folder, tmp_path / "page"), []
+    folder = shutil.copytree(page_folder, tmp_path / "page")
     for path in folder.rglob("*.*"):
         os.utime(path, (0, 0))
 
     def write(name: str) -> str:
-        page = StaticPage(browser, address)
-        page.choose(name, temperature=0, length=20)
-        return page.write("the")[0]
+        return StaticPage(browser, address, name, temperature=0, length=20).write("the")[0]
 
     with served(folder) as address:
-        texts.append(write("tiny"))
+        old_text = write("tiny")
         models = json.loads((folder / "models.json").read_text())
         tiny, _, letters = models["models"]
         models["models"][0] = letters | {name: tiny[name] for name in ("name", "file", "tokenizerFile")}
         (folder / "models.json").write_text(json.dumps(models))
         for name in ("onnx/model.onnx", "tokenizer.json"):
             shutil.copyfile(folder / "models/2" / name, folder / "models/0" / name)
-        texts += [write("tiny"), write("letters")]
+        assert write("tiny") == write("letters") != old_text
         script = "return caches.open('page').then((it) => it.keys()).then((keys) => keys.map((key) => key.url))"
         kept = [url for url in browser.execute_script(script) if "models/0" in url and ".onnx" in url]
     assert kept == [f"{address}models/0/onnx/model.onnx?{letters['sha256']}"]
-    assert texts[0] != texts[1] == texts[2]
 
 
 @needs_package
 def test_the_page_works_without_a_network_once_loaded(page_folder, browser):
-    texts = []
     with served(page_folder) as address:
-        page = StaticPage(browser, address)
-        page.choose("tiny", temperature=0, length=20)
-        texts.append(page.write("the"))
+        page = StaticPage(browser, address, "tiny", temperature=0, length=20)
+        texts = page.write("the")
         page.wait_for("return navigator.serviceWorker.controller")
-    page = StaticPage(browser, address)
-    page.choose("tiny", temperature=0, length=20)
-    assert page.write("the") == texts[0]
+    assert StaticPage(browser, address, "tiny", temperature=0, length=20).write("the") == texts
 
 
 @needs_package
@@ -325,8 +310,7 @@ def test_a_damaged_model_gives_a_sentence_and_the_others_work(page_folder, brows
     content[-1] ^= 1
     files[1].write_bytes(content)
     with served(folder) as address:
-        page = StaticPage(browser, address)
-        page.choose("tiny", "chats", "letters", length=5)
+        page = StaticPage(browser, address, "tiny", "chats", "letters", length=5)
         texts = page.write("the")
         sentence = r"tiny is incomplete or was changed: 1,000 bytes of [\d,]+ arrived; reload the page\."
         assert re.fullmatch(sentence, page.texts(".problem")[0])
@@ -335,8 +319,7 @@ def test_a_damaged_model_gives_a_sentence_and_the_others_work(page_folder, brows
         assert texts[2].startswith("the")
     (folder / "models" / "0" / "tokenizer.json").unlink()
     with served(folder) as address:  # at another port, and so without the files that the browser kept
-        page = StaticPage(browser, address)
-        page.choose("tiny", length=5)
+        page = StaticPage(browser, address, "tiny", length=5)
         page.write("the")
         assert page.texts(".problem") == ["tiny has no tokenizer: the server answered 404."]
 
@@ -353,13 +336,10 @@ def test_a_model_on_the_hub_is_loaded_from_it_at_one_commit(hub, chats, browser,
     assert entry["file"] == f"{remote}onnx/model.onnx"
     capsys.readouterr()
     with served(Path("page")) as address:
-        page = StaticPage(browser, address)
-        page.choose(temperature=0, length=120)  # longer than the context
+        page = StaticPage(browser, address, temperature=0, length=120)  # longer than the context
         assert page.write("the") == [greedy(chats, "the", 120, capsys)]
-        assert {name for name in page.requests() if not name.startswith(address)} == {
-            entry["file"],
-            f"{remote}tokenizer.json",
-        }
+        from_others = {name for name in page.requests() if not name.startswith(address)}
+        assert from_others == {entry["file"], f"{remote}tokenizer.json"}
         page.choose(task="chat", length=5)
         page.write("the")
         assert page.texts(".note")[0].startswith("5 tokens")
@@ -383,8 +363,7 @@ def test_a_model_on_the_hub_is_loaded_from_it_at_one_commit(hub, chats, browser,
 @pytest.mark.parametrize("flags", ["--js-flags=--jitless", "--js-flags=--no-enable-sse4-1 --no-enable-sse3"])
 def test_a_browser_without_webassembly_or_simd_gives_a_sentence(flags, address, tmp_path):
     with started(tmp_path, flags) as old_browser:
-        page = StaticPage(old_browser, address)
-        page.choose("tiny")
+        page = StaticPage(old_browser, address, "tiny")
         page.write("the")
         assert page.texts(".problem")[0].startswith("This browser lacks WebAssembly with SIMD, which the models need;")
 
@@ -399,12 +378,9 @@ def test_the_policy_forbids_code_in_texts_and_other_hosts(address, page_folder, 
     with served(page_folder) as other:  # it would answer
         request = f"return fetch('{other}', {{mode: 'no-cors'}}).then(() => 'sent', (error) => error.message)"
         assert browser.execute_script(request) == "Failed to fetch"
-    [policy] = re.findall('http-equiv="Content-Security-Policy" content="(.*?)"', static_page_text())
+    html = Path(static_page.__file__).with_suffix(".html").read_text()
+    [policy] = re.findall('http-equiv="Content-Security-Policy" content="(.*?)"', html)
     assert "unsafe" not in policy.replace("'wasm-unsafe-eval'", "")
-
-
-def static_page_text() -> str:
-    return Path(static_page.__file__).with_suffix(".html").read_text()
 
 
 def test_a_page_with_a_cdn_is_published_as_a_static_space(hub, run, tmp_path, monkeypatch, capsys):
