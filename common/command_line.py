@@ -59,13 +59,13 @@ class FlagParser:
         options = {"default": default, "help": field.metadata.get("help")}
         if kind is bool:
             return self.parser.add_argument(f"--{field.name}", nargs="?", const=True, type=_switch, **options)
-        options |= {name: field.metadata[name] for name in ("nargs", "const") if name in field.metadata}
         is_list, is_choice = get_origin(kind) is list, get_origin(kind) is Literal
         options |= {"action": "extend", "nargs": "+"} if is_list else {}
         choices = get_args(kind) if is_choice else field.metadata.get("choices")
         kind = get_args(kind)[0] if is_list else str if is_choice else kind
         word = f"{{{','.join(choices)}}}" if choices else {int: "N", float: "X"}.get(kind, "TEXT")
         options |= {"type": kind, "choices": choices, "metavar": f"{word} ..." if is_list else word}
+        options |= {name: field.metadata[name] for name in ("nargs", "const", "type") if name in field.metadata}
         return self.parser.add_argument(f"--{field.name}", **options)
 
     def parse(

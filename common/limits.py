@@ -24,7 +24,8 @@ def setting(default: Any, help: str, **limits: Any) -> Any:
     `resume` decides what happens if the value differs from the resumed checkpoint's. By default the change
     is reported. "free": it is not reported. "refused": it requires --allow_change. "fixed": it cannot change.
     "derived": the checkpoint records a value computed from the setting instead, such as `max_steps` or the hash of the
-    data. Most settings of the model and all of the text are derived, see `training/config.py`."""
+    data. Most settings of the model and all of the text are derived, see `training/config.py`.
+    `type` converts a word, as in argparse. A shell leaves `~` in `--output_dir=~/x`: see `RunArguments`."""
     metadata = {"help": help, **limits}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)

@@ -60,7 +60,6 @@ COMMAND_SETTINGS |= {"plan", "plan_device", "plan_steps", "verbose"}
 PRESETS = Path(__file__).parent.parent / "presets"
 QUICKSTART, CONTINUATION = PRESETS / "quickstart.yaml", PRESETS / "continued.yaml"
 FILES = {"config", "resume_from_checkpoint"}  # flags that name the file of settings
-RUN_FOLDERS = {"output_dir", "backup_dir", "resume_from_checkpoint", "init_from"}
 # file: named by the command, or of the pretrained model or run that it continues. quickstart: the file that is read
 # otherwise. chosen: by --budget, the optimizer or the data. A setting without a source has its default.
 Source = Literal["flag", "file", "quickstart", "chosen"]
@@ -218,23 +217,17 @@ def read_config(arguments: list[str], check: Callable[[TrainConfig], None] = lam
     resume does not exist, no data is named, or `check` finds problems."""
 
     def default_file(flags: dict[str, Any]) -> Path:
-        if (source := _with_homes(flags).get("resume_from_checkpoint")) is not None:
-            return run_of(Path(source)) / CONFIG_FILE
+        if "resume_from_checkpoint" in flags:
+            return run_of(Path(flags["resume_from_checkpoint"])) / CONFIG_FILE
         return CONTINUATION if "init_from" in flags else QUICKSTART
 
     def build(flags: dict[str, Any], file: dict[str, Any], path: Path) -> TrainConfig:
-        config = _decide(_given(_with_homes(flags), _with_homes(file), path), flags, path)
+        config = _decide(_given(flags, file, path), flags, path)
         check(config)
         return config
 
     parser = FlagParser(PARTS, "Train a GPT-2-class model on text or a token store.", main=MAIN)
     return parser.parse(arguments, default_file=default_file, build=build)
-
-
-def _with_homes(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings with `~` expanded in the folders of runs. A shell leaves it in `--output_dir=~/x`."""
-    folders = {name: os.path.expanduser(settings[name]) for name in RUN_FOLDERS if settings.get(name) is not None}
-    return settings | folders
 
 
 def _given(flags: dict[str, Any], file: dict[str, Any], path: Path) -> TrainConfig:

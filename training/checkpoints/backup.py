@@ -42,6 +42,7 @@ class BackupArguments:
         None,
         "An existing folder on another drive. Checkpoints are copied to it during training; if the run's own folder is "
         "lost, the run resumes from it.",
+        type=os.path.expanduser,
     )
 
     def problems(self, output_dir: str | Path) -> Iterator[str]:

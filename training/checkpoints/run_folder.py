@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from glob import escape
+from os.path import expanduser
 from pathlib import Path
 from shlex import quote
 
@@ -64,10 +65,10 @@ FOLDERS = {  # folders of a run, with the files that are deleted when another ru
 
 @dataclass
 class RunArguments:
-    output_dir: str | None = free(None, "Run folder. Default: runs/NAME of config or data.")
+    output_dir: str | None = free(None, "Run folder. Default: runs/NAME of config or data.", type=expanduser)
     overwrite_output_dir: bool = free(False, "Replace the run in the folder at the first checkpoint.")
-    resume_from_checkpoint: str | None = free(None, "A run (its newest checkpoint) or a checkpoint.")
-    init_from: str | None = setting(None, "Start from the model of a run, a folder or a Hub id.")
+    resume_from_checkpoint: str | None = free(None, "A run (its newest checkpoint) or a checkpoint.", type=expanduser)
+    init_from: str | None = setting(None, "Start from the model of a run, a folder or a Hub id.", type=expanduser)
     seed: int = setting(1337, "Seed of the initial weights, data order and dropout.", below=2**63, resume="refused")
 
     @property
