@@ -29,8 +29,6 @@ REPORT_SECONDS = 10.0  # time for which other processes of a job wait while one 
 HELP = frozenset({"-h", "--help", "--help_all"})
 SWITCH = dict.fromkeys(("true", "yes", "t", "y", "1"), True) | dict.fromkeys(("false", "no", "f", "n", "0"), False)
 LONGEST_ERROR = 400  # maximum characters of a reason, which quotes the input
-# Options of `accelerate launch`, which does not read them after the name of the script.
-OF_LAUNCHER = set("num_processes num_machines machine_rank main_process_ip main_process_port multi_gpu gpu_ids".split())
 
 
 class FlagParser:
@@ -199,8 +197,6 @@ class FlagParser:
             hint = answer
         elif names:
             hint = f"Use {', '.join(dashes + name for name in names if name != 'config' or names == ['config'])}."
-        elif dashes and name in OF_LAUNCHER:
-            hint = "It is an option of accelerate launch: name it before the script (docs/multi_gpu.md)."
         elif names := difflib.get_close_matches(name, settings, n=1):
             hint = f"Did you mean {dashes}{names[0]}?"
         update = " If a newer version of GPT2Scratch wrote it, update with `git pull`." if is_of_run else ""
