@@ -205,16 +205,12 @@ def _check_attention(choice: str) -> None:
 def sharding() -> str | None:
     """Return where the launcher's `fsdp_*` options, which it passes in the environment, keep shards, or None. Refuse
     FSDP1."""
-
-    def is_set(name: str) -> bool:
-        return os.environ.get(name, "").lower() in ("true", "1", "yes")
-
-    if not is_set(SHARDING):
+    if not parse_flag_from_env(SHARDING):
         return None
     version = os.environ.get("FSDP_VERSION", "1")
     if version != "2":
         raise UserError(f"The launcher's fsdp_version is {version}; set it to 2, as in launch/fsdp2.yaml.")
-    return "cpu" if is_set("FSDP_OFFLOAD_PARAMS") else "device"
+    return "cpu" if parse_flag_from_env("FSDP_OFFLOAD_PARAMS") else "device"
 
 
 def keep_accelerate_from_sharding() -> None:
