@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -166,6 +167,20 @@ def metrics(run: Path) -> list[dict]:
     return lines(run / "metrics.jsonl")
 
 
+def logged(run: Path, name: str = "loss") -> list[dict]:
+    """Return the entries of metrics.jsonl that have a value of this name."""
+    return [entry for entry in metrics(run) if name in entry]
+
+
+def checkpoint_of(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step_{step:08}"
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
 def untimed(run: Path) -> list[dict]:
     """Return metrics.jsonl without the values that differ between runs."""
     timed = {*SHOWN, "seconds_to_first_step"}
@@ -188,11 +203,13 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert untimed(one) == untimed(other)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 600) -> None:
+def wait_until(condition: Callable[[], Any], seconds: float = 600) -> Any:
+    """Return the first true value of `condition()`."""
     end = time.monotonic() + seconds
-    while not condition():
+    while not (value := condition()):
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.005)
+    return value
 
 
 def is_running(pid: int) -> bool:
@@ -342,12 +359,11 @@ def online(address: str, home: Path) -> dict[str, str]:
 def hub(monkeypatch, tmp_path):
     """Empty Hub with a logged-in user."""
     with serving() as (server, address):
-        monkeypatch.setattr(constants, "ENDPOINT", address)
         template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("https://huggingface.co", address)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        settings = {"ENDPOINT": address, "HUGGINGFACE_CO_URL_TEMPLATE": template, "HF_HUB_OFFLINE": False}
+        settings |= {"HF_HUB_DISABLE_XET": True, "HF_TOKEN_PATH": str(tmp_path / "no-token")}
+        for name, value in settings.items():
+            monkeypatch.setattr(constants, name, value)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         huggingface_hub.close_session()
         unreachable.cache_clear()
