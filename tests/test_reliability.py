@@ -1,5 +1,4 @@
-"""Reliability: kills, stops, memory and disk errors and damaged files, with real processes; the final weights are
-equal."""
+"""Kills, stops, memory and disk errors and damaged files, with real processes; the final weights are equal."""
 
 import json
 import math
@@ -30,12 +29,16 @@ from conftest import (
     TINY,
     TWO_PROCESSES,
     Bomb,
+    append,
     assert_equal,
     assert_same_run,
     assert_user_error,
+    checkpoint_of,
+    contents,
     error_of,
     flags,
     lines,
+    logged,
     metrics,
     prose,
     reset_accelerate,
@@ -82,20 +85,15 @@ def test_a_run_killed_at_random_moments_loses_nothing(train, start, tmp_path):
     straight = train(tmp_path / "straight", **settings)
     run, chance, newest = tmp_path / "killed", random.Random(0), 0
     for _ in range(4):
-        original = newest
-        kill_after_a_save(start(run, **settings), run, original, chance.uniform(0.0, 0.3))
+        original, newest = newest, kill_after_a_save(start(run, **settings), run, newest, chance.uniform(0.0, 0.3))
         complete = complete_checkpoints(run / "checkpoints")
-        assert complete
-        assert all(damage(checkpoint) is None for checkpoint in complete)
-        newest = RunFolder(run).newest_step()
+        assert [damage(checkpoint) for checkpoint in complete] == [None] * len(complete) != []
         assert newest >= original
     train(run, **settings)
     assert_same_run(straight, run)
-    assert [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")] == []
+    assert not list((run / "checkpoints").glob(".*"))
     kinds = [event["event"] for event in lines(run / "events.jsonl")]
-    assert kinds.count("begun") == 1
-    assert kinds.count("resumed") == 4
-    assert kinds[-1] == "finished"
+    assert (kinds.count("begun"), kinds.count("resumed"), kinds[-1]) == (1, 4, "finished")
 
 
 def test_a_killed_run_ends_with_the_same_weights_at_default_settings(start, tmp_path):
@@ -107,8 +105,7 @@ def test_a_killed_run_ends_with_the_same_weights_at_default_settings(start, tmp_
     straight, killed_run = tmp_path / "straight", tmp_path / "killed"
     output, errors = start(straight, **settings).communicate(timeout=1200)
     assert ("CPU (2 threads)" in output, errors) == (True, "")
-    kill_after_a_save(start(killed_run, **settings), killed_run, 0, 0.1)
-    newest = RunFolder(killed_run).newest_step()
+    newest = kill_after_a_save(start(killed_run, **settings), killed_run, 0, 0.1)
     assert 0 < newest < 24
     assert start(killed_run, **settings).wait(1200) == 0
     assert_equal(weights(straight), weights(killed_run))
@@ -116,36 +113,36 @@ def test_a_killed_run_ends_with_the_same_weights_at_default_settings(start, tmp_
     assert result == expectation
 
 
-def kill_after_a_save(process: subprocess.Popen, run: Path, original: int, seconds: float) -> None:
+def kill_after_a_save(process: subprocess.Popen, run: Path, original: int, seconds: float) -> int:
+    """Return the step of the newest checkpoint after the kill."""
     wait_until(lambda: RunFolder(run).newest_step() > original or process.poll() is not None)
     time.sleep(seconds)
     process.kill()
     process.wait()
+    return RunFolder(run).newest_step()
 
 
 def test_work_interrupted_by_a_kill_is_completed(finished, run, train):
     """Moments that a random kill rarely hits."""
     shutil.copytree(run / "model", run / ".model.unfinished")
     shutil.rmtree(run / "model")  # as if killed between the two renames of its replacement
-    (run / "checkpoints" / ".step_00000009.unfinished").mkdir()
-    (run / "checkpoints" / ".step_00000009.unfinished" / ".tmpBLcpas").touch()  # a temporary file of safetensors
-    (run / "checkpoints" / "step_00000006").rename(run / "checkpoints" / ".step_00000006.removed")
-    with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "loss": 3.')  # a truncated line
+    (unfinished := run / "checkpoints" / ".step_00000009.unfinished").mkdir()
+    (unfinished / ".tmpBLcpas").touch()  # a temporary file of safetensors
+    checkpoint_of(run, 6).rename(run / "checkpoints" / ".step_00000006.removed")
+    append(run / "metrics.jsonl", '{"step": 5, "loss": 3.')  # a truncated line
     train(run)
     assert_same_run(finished, run)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
-    shutil.rmtree(run / "checkpoints" / "step_00000006")
-    original = (run / "metrics.jsonl").read_text().splitlines()
-    (run / "metrics.jsonl").write_text("\n".join(original[:3]) + "\n")  # killed between save and validation
+    shutil.rmtree(checkpoint_of(run, 6))
+    original = (run / "metrics.jsonl").read_text().splitlines(True)
+    (run / "metrics.jsonl").write_text("".join(original[:3]))  # killed between save and validation
     train(run)
     assert_same_run(finished, run)
 
 
 def test_killing_the_launcher_ends_a_process_that_is_starting(start, tmp_path):
     launcher = start(tmp_path / "run", launch=ACCELERATE, max_steps=10**6)
-    wait_until(lambda: psutil.Process(launcher.pid).children())
-    [process] = psutil.Process(launcher.pid).children()
+    [process] = wait_until(psutil.Process(launcher.pid).children)
     time.sleep(0.3)
     launcher.kill()
     process.wait(timeout=120)
@@ -157,74 +154,70 @@ def test_a_deleted_run_folder_ends_in_one_sentence(start, tmp_path):
     wait_until(lambda: RunFolder(tmp_path / "run").newest_step() > 0)
     (tmp_path / "run").rename(tmp_path / "away")
     _, errors = process.communicate(timeout=600)
-    assert process.returncode == 1
+    assert (process.returncode, errors.count("\n")) == (1, 1)
     assert re.search("No such file or directory| is missing| has no manifest", errors)
-    assert errors.count("\n") == 1
 
 
 def test_a_branch_does_not_change_its_run_and_the_same_command_resumes_it(run, train, tmp_path):
-    arguments = ("--resume_from_checkpoint", str(run / "checkpoints" / "step_00000003"))
-    second = train(tmp_path / "other", max_steps=1)
-    assert_user_error("other contains another run", train, second, *arguments)
+    arguments = ("--resume_from_checkpoint", str(checkpoint_of(run, 3)))
+    other = train(tmp_path / "other", max_steps=1)
+    assert_user_error("other contains another run", train, other, *arguments)
     assert_user_error("continued from step_00000003 to step_00000006", train, run, *arguments)
     branch = train(tmp_path / "branch", *arguments)
     assert_equal(weights(run), weights(branch))
-    assert [entry["step"] for entry in metrics(branch) if "loss" in entry] == [4, 5, 6]
-    shutil.rmtree(branch / "checkpoints" / "step_00000006")
-    (branch / "checkpoints" / "step_00000003").mkdir()  # a state that no killed run leaves
+    assert [entry["step"] for entry in logged(branch)] == [4, 5, 6]
+    shutil.rmtree(checkpoint_of(branch, 6))
+    checkpoint_of(branch, 3).mkdir()  # a state that no killed run leaves
     assert_user_error("damaged", train, branch, *arguments)
-    shutil.rmtree(branch / "checkpoints" / "step_00000003")
-    shutil.rmtree(branch / "model")  # otherwise refused
+    for folder in (checkpoint_of(branch, 3), branch / "model"):  # otherwise refused
+        shutil.rmtree(folder)
     train(branch, *arguments)
     assert_equal(weights(run), weights(branch))
     train(branch, *arguments)  # finished
     assert_user_error(r"contains another run \(learning_rate", train, branch, *arguments, learning_rate=0.02)
-    later = ("--resume_from_checkpoint", str(run / "checkpoints" / "step_00000006"))
-    assert_user_error(r"contains another run \(first step 3 -> 6\)", train, branch, *later)
+    sentence = r"contains another run \(first step 3 -> 6\)"
+    assert_user_error(sentence, train, branch, resume_from_checkpoint=checkpoint_of(run, 6))
     (branch / "events.jsonl").unlink()
     train(branch, *arguments)  # its first step is not known
 
 
 def test_a_lost_branch_is_restored_from_its_backup(run, train, tmp_path, capsys):
-    source, drive = run / "checkpoints" / "step_00000003", tmp_path / "drive"
-    arguments = ("--resume_from_checkpoint", str(source), "--backup_dir", str(drive))
-    drive.mkdir()
-    branch = train(tmp_path / "branch", *arguments, max_steps=9)
+    (drive := tmp_path / "drive").mkdir()
+    settings = {"resume_from_checkpoint": checkpoint_of(run, 3), "backup_dir": drive, "max_steps": 9}
+    branch = train(tmp_path / "branch", **settings)
     shutil.rmtree(branch)
-    train(branch, *arguments, max_steps=9)
+    train(branch, **settings)
     assert f"step_00000009 is restored from {drive}/branch" in capsys.readouterr().out
     shutil.rmtree(branch)
-    assert_user_error("drive/branch contains another run", train, branch, *arguments, max_steps=9, learning_rate=0.02)
-    later = ("--resume_from_checkpoint", str(run / "checkpoints" / "step_00000006"), *arguments[2:])
-    assert_user_error(r"drive/branch contains another run \(first step 3 -> 6\)", train, branch, *later, max_steps=9)
-    checkpoint = drive / "branch" / "checkpoints" / "step_00000006"
-    named = ("--resume_from_checkpoint", str(checkpoint), "--backup_dir", str(drive))
-    train(branch, *named, "--plan", "--plan_steps", "0", max_steps=12)  # copies the checkpoint, as a command that fails
-    train(branch, *named, max_steps=12, logging_steps=2)
-    assert [entry["step"] for entry in metrics(branch) if "loss" in entry] == [4, 5, 6, 8, 10, 12]
+    assert_user_error("drive/branch contains another run", train, branch, **settings, learning_rate=0.02)
+    later = settings | {"resume_from_checkpoint": checkpoint_of(run, 6)}
+    assert_user_error(r"drive/branch contains another run \(first step 3 -> 6\)", train, branch, **later)
+    settings |= {"resume_from_checkpoint": checkpoint_of(drive / "branch", 6), "max_steps": 12}
+    train(branch, "--plan", "--plan_steps", "0", **settings)  # copies the checkpoint, as a command that fails
+    train(branch, **settings, logging_steps=2)
+    assert [entry["step"] for entry in logged(branch)] == [4, 5, 6, 8, 10, 12]
     assert [path.name for path in complete_checkpoints(drive / "branch" / "checkpoints")][-1] == "step_00000012"
 
 
 def test_a_run_is_not_continued_by_the_backup_of_the_run_that_it_replaced(train, tmp_path):
     (drive := tmp_path / "drive").mkdir()
-    run = train(tmp_path / "run", "--backup_dir", str(drive))
-    train(run, "--backup_dir", str(tmp_path / "absent"), "--overwrite_output_dir", learning_rate=0.02, max_steps=3)
+    run = train(tmp_path / "run", backup_dir=drive)
+    train(run, "--overwrite_output_dir", backup_dir=tmp_path / "absent", learning_rate=0.02, max_steps=3)
     shutil.rmtree(run / "checkpoints")  # as if it was killed before its first checkpoint
-    arguments = ("--resume_from_checkpoint", str(run), "--backup_dir", str(drive))
-    assert_user_error(r"drive/run contains another run \(learning_rate", train, run, *arguments, learning_rate=None)
+    settings = {"resume_from_checkpoint": run, "backup_dir": drive, "learning_rate": None}
+    assert_user_error(r"drive/run contains another run \(learning_rate", train, run, **settings)
 
 
-def test_an_edited_report_is_renamed_when_its_run_continues(finished_copy, train):
-    (finished_copy / "report.md").write_text("My page.")
-    train(finished_copy, "--resume_from_checkpoint", str(finished_copy), max_steps=7)
-    assert [path.read_text() for path in finished_copy.glob("report.edited-*.md")] == ["My page."]
-    assert "My page." not in (finished_copy / "report.md").read_text()
+def test_an_edited_report_is_renamed_when_its_run_continues(run, train):
+    (run / "report.md").write_text("My page.")
+    train(run, resume_from_checkpoint=run, max_steps=7)
+    assert [path.read_text() for path in run.glob("report.edited-*.md")] == ["My page."]
+    assert "My page." not in (run / "report.md").read_text()
 
 
 def test_a_command_that_discards_steps_is_not_advised_again(run, start):
-    first = run / "checkpoints" / "step_00000003"
-    shutil.rmtree(first.with_name("step_00000006"))
-    for arguments in (["--resume_from_checkpoint", str(first)], ["--overwrite_output_dir"]):
+    shutil.rmtree(checkpoint_of(run, 6))
+    for arguments in (["--resume_from_checkpoint", str(checkpoint_of(run, 3))], ["--overwrite_output_dir"]):
         process = start(run, *arguments, max_steps=10**6, save_steps=10**6, eval_strategy="no")
         next(line for line in process.stdout if line.startswith("step       9/"))
         process.terminate()
@@ -233,14 +226,14 @@ def test_a_command_that_discards_steps_is_not_advised_again(run, start):
         assert sentence in output, errors
 
 
-def test_a_resumed_run_keeps_its_micro_batch(finished_copy, train):
-    path = finished_copy / "events.jsonl"
+def test_a_resumed_run_keeps_its_micro_batch(run, train):
+    path = run / "events.jsonl"
 
     def resumed(max_steps: int, **batches: int) -> int:
         for event in (events := lines(path)):
             event.get("batches", {}).update(batches)
         path.write_text("".join(json.dumps(event) + "\n" for event in events))
-        train(finished_copy, "--resume_from_checkpoint", str(finished_copy), max_steps=max_steps)
+        train(run, resume_from_checkpoint=run, max_steps=max_steps)
         return [event["batches"]["micro_batch"] for event in lines(path) if "batches" in event][-1]
 
     assert resumed(7) == 4
@@ -250,11 +243,10 @@ def test_a_resumed_run_keeps_its_micro_batch(finished_copy, train):
 
 
 def test_a_launcher_that_starts_one_process_instead_of_two_is_refused(launch, tmp_path):
-    launcher_flags = ("--cpu", "--num_processes", "2")
-    command = (*ACCELERATE, *launcher_flags, "train_accelerate.py", "--output_dir", tmp_path / "run")
+    command = (*ACCELERATE, "--cpu", "--num_processes", "2", "train_accelerate.py", "--output_dir", tmp_path / "run")
     result = launch(*command, fresh=True)  # the run reads the launcher's command line
-    sentence = result.stderr.splitlines()[-1]
-    assert sentence.startswith("error: accelerate launch was asked for several processes but started one")
+    sentence = "error: accelerate launch was asked for several processes but started one"
+    assert result.stderr.splitlines()[-1].startswith(sentence)
     assert (result.returncode, list(tmp_path.iterdir())) == (1, [])
 
 
@@ -286,7 +278,7 @@ def test_sigterm_and_ctrl_c_save_print_the_resume_command_and_the_run_resumes_ex
         output, errors = process.communicate(timeout=600)
         assert (process.returncode, errors) == (exit_code, f"Stopping after this step ({name}) and saving.{options}\n")
         step = steps_logged(run)
-        newest = run / "checkpoints" / f"step_{step:08}"
+        newest = checkpoint_of(run, step)
         assert output.endswith(
             f"\nStopped after step {step} of 150 ({name}); {newest} is the last good checkpoint. To resume, run the "
             f"same command again, or:\n  python train_accelerate.py --resume_from_checkpoint {run}\n"
@@ -321,24 +313,21 @@ LARGE = {"tokens_per_step": 262144, "max_steps": 2, "save_steps": 1, "eval_strat
 
 
 def test_out_of_memory_halves_the_micro_batch_in_a_fresh_process(launch, store, train, tmp_path):
-    run = tmp_path / "run"
-    settings = TINY | LARGE
+    run, settings = tmp_path / "run", TINY | LARGE
     # One arena, because each one reserves 64 MB of the address space. Limits from 480 to 820 MB gave the same result.
     limited_launch = partial(launch, "-c", LIMITED % STARVED, MALLOC_ARENA_MAX="1")
     result = limited_launch(*flags(data=store.folder, output_dir=run, **settings))
     assert result.returncode == 0, result.stderr
     assert "Out of memory with a micro-batch of 16,384" in result.stdout
     *_, batches = (event["batches"] for event in lines(run / "events.jsonl") if "batches" in event)
-    assert batches["micro_batch"] * batches["accumulation"] == 16384
-    assert batches["micro_batch"] < 16384
+    assert batches["micro_batch"] * batches["accumulation"] == 16384 > batches["micro_batch"]
     settings |= {"per_device_train_batch_size": 16384}
     plenty = train(tmp_path / "plenty", **settings)
-    actual, reference = ([entry["loss"] for entry in metrics(path) if "loss" in entry] for path in (run, plenty))
+    actual, reference = ([entry["loss"] for entry in logged(path)] for path in (run, plenty))
     assert actual == pytest.approx(reference, abs=1e-6)
     refusal = limited_launch(*flags(data=store.folder, output_dir=tmp_path / "other", **settings))
-    assert refusal.returncode == 1
+    assert (refusal.returncode, "Traceback" in refusal.stderr) == (1, False)
     assert "Resume with --per_device_train_batch_size auto, which finds a size that fits" in refusal.stderr
-    assert "Traceback" not in refusal.stderr
 
 
 def test_out_of_memory_in_one_process_of_two_halves_the_micro_batch_of_both(launch, store, tmp_path):
@@ -347,8 +336,8 @@ def test_out_of_memory_in_one_process_of_two_halves_the_micro_batch_of_both(laun
     path = f"import os, sys; sys.path.insert(0, {os.getcwd()!r})\n"
     limit = 'if os.environ["LOCAL_RANK"] == "1" and resource.getrlimit'
     script.write_text(path + LIMITED % STARVED.replace("if resource.getrlimit", limit))
-    settings = TINY | LARGE | {"tokens_per_step": 524288, "max_steps": 1}
-    arguments = flags(data=store.folder, output_dir=tmp_path / "run", **settings)
+    settings = LARGE | {"tokens_per_step": 524288, "max_steps": 1, "data": store.folder, "output_dir": tmp_path / "run"}
+    arguments = flags(**TINY | settings)
     result = launch(*TWO_PROCESSES, script, *arguments, MALLOC_ARENA_MAX="1")
     assert result.returncode == 0, result.stderr
     assert "Out of memory with a micro-batch of 16,384" in result.stderr
@@ -357,45 +346,34 @@ def test_out_of_memory_in_one_process_of_two_halves_the_micro_batch_of_both(laun
 
 def test_a_full_disk_ends_in_one_sentence_and_keeps_the_last_checkpoint(launch, store, train, tmp_path):
     run = train(tmp_path / "run", max_steps=3)
-    settings = TINY | {"max_steps": 6, "save_total_limit": 1}
     small_files = LIMITED % "resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))"
-    result = launch("-c", small_files, *flags(data=store.folder, resume_from_checkpoint=run, **settings))
-    assert result.returncode == 1
-    assert "step 6 could not be written" in result.stderr
-    assert "step_00000003 is the last good checkpoint" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+    settings = TINY | {"data": store.folder, "resume_from_checkpoint": run, "save_total_limit": 1}
+    result = launch("-c", small_files, *flags(**settings))
+    assert (result.returncode, len(result.stderr.strip().splitlines())) == (1, 1)
+    for words in ("step 6 could not be written", "step_00000003 is the last good checkpoint"):
+        assert words in result.stderr
     assert status(run)["state"] == "failed"
     assert [damage(path) for path in complete_checkpoints(run / "checkpoints")] == [None]
     assert not list((run / "checkpoints").glob(".*"))
-    train(None, "--resume_from_checkpoint", str(run))
+    train(None, resume_from_checkpoint=run)
     assert status(run)["state"] == "finished"
     refuse_full_disk(RunFolder(run), 1000)  # checked before the first step
-    sentence = (
-        r"^A checkpoint takes 1,333,333\.3 GB, and .* GB free; \S+step_00000006 is the last good checkpoint: free"
-    )
-    assert_user_error(sentence, refuse_full_disk, RunFolder(run), 10**15)
+    words = r"^A checkpoint takes 1,333,333\.3 GB, and .* GB free; \S+step_00000006 is the last good checkpoint: free"
+    assert_user_error(words, refuse_full_disk, RunFolder(run), 10**15)
     (run / "status.json.tmp").mkdir()  # no space for another file
     for reason in ("a longer reason", "full"):
         write_status(run / "status.json", "failed", 6, reason)
     assert (status(run)["state"], status(run)["reason"]) == ("failed", "full")
 
 
-def all_files(checkpoint: Path) -> list[Path]:
-    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
-
-
 def test_every_missing_truncated_or_changed_file_is_detected(run):
-    checkpoint = run / "checkpoints" / "step_00000006"
-    files = all_files(checkpoint)
-    names = {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
-    assert names <= {path.name for path in files}
-    for path in files:
-        content = path.read_bytes()
-        for variants in (None, content[: len(content) // 2], bytes([content[0] ^ 1]) + content[1:]):
+    files = contents(checkpoint := checkpoint_of(run, 6))
+    assert {"model.safetensors", OPTIMIZER, "training_state/state.json", "manifest.json"} <= files.keys()
+    for path, content in ((checkpoint / name, content) for name, content in files.items()):
+        for variant in (None, content[: len(content) // 2], bytes([content[0] ^ 1]) + content[1:]):
             path.unlink()
-            if variants is not None:
-                path.write_bytes(variants)
+            if variant is not None:
+                path.write_bytes(variant)
             assert damage(checkpoint) is not None, path.name
             assert RunFolder(run).newest_checkpoint(lambda text: None).name == "step_00000003"
             path.write_bytes(content)
@@ -412,7 +390,7 @@ def test_pickles_are_never_loaded(run, train, tmp_path):
     for folder in [run / "model", *checkpoints, *(checkpoint / "training_state" for checkpoint in checkpoints)]:
         for name in names:
             (folder / name).write_bytes(bomb)
-    train(None, "--resume_from_checkpoint", str(run), max_steps=8)
+    train(None, resume_from_checkpoint=run, max_steps=8)
     (run / "model" / "model.safetensors").unlink()
     (run / "model" / "pytorch_model.bin").write_bytes(bomb)
     assert_user_error("cannot be loaded", generate.main, [str(run), "--prompt", "the"])
@@ -425,8 +403,9 @@ def test_file_modes_follow_the_umask(train, tmp_path):
         run = train(tmp_path / "run", max_steps=1)
     finally:
         os.umask(original)
-    for path in all_files(run / "checkpoints" / "step_00000001"):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o640, path.name
+    for name in contents(run):
+        if name.startswith("checkpoints/step_00000001/"):
+            assert stat.S_IMODE((run / name).stat().st_mode) == 0o640, name
 
 
 NONSENSE = [
@@ -443,10 +422,9 @@ NONSENSE = [
 
 @pytest.mark.parametrize(("change", "expectation"), NONSENSE)
 def test_an_invalid_training_state_is_refused(run, change, expectation):
-    checkpoint = run / "checkpoints" / "step_00000006"
-    state = checkpoint / "training_state" / "state.json"
+    state = checkpoint_of(run, 6) / "training_state" / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | change))
-    assert_user_error(f"state.json cannot be read .*{expectation}", load_state, checkpoint)
+    assert_user_error(f"state.json cannot be read .*{expectation}", load_state, checkpoint_of(run, 6))
 
 
 OPTIMIZER = "training_state/optimizer.safetensors"
@@ -456,7 +434,7 @@ HARMS = [("model.safetensors", b""), (OPTIMIZER, b"\x00" * 8), ("config.json", b
 @pytest.mark.parametrize(("file", "content"), [*HARMS, ("model.safetensors", None), (OPTIMIZER, None)])
 def test_invalid_checkpoint_files_are_refused(run, train, file, content):
     """The manifest matches the invalid file, in which a value is infinite if `content` is None."""
-    checkpoint = run / "checkpoints" / "step_00000006"
+    checkpoint = checkpoint_of(run, 6)
     path, tensors = checkpoint / file, load_file(checkpoint / (file if content is None else OPTIMIZER))
     next(iter(tensors.values())).fill_(math.inf)
     path.write_bytes(save(tensors) if content is None else content)
@@ -503,12 +481,12 @@ def test_user_notes_and_links_in_the_run_folder_are_harmless(run, train, tmp_pat
     (run / "samples.md").write_text("# my run\n\nnotes\n\n" + (run / "samples.md").read_text())
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b"\xff\xfe\n[]\n5\n")
-    train(None, "--resume_from_checkpoint", str(run), max_steps=8)
+    train(None, resume_from_checkpoint=run, max_steps=8)
     assert "notes" in (run / "samples.md").read_text()
-    assert lines(run / "metrics.jsonl")[-1]["step"] == 8
+    assert metrics(run)[-1]["step"] == 8
     (run / "checkpoints").rename(tmp_path / "elsewhere")
     (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
-    assert_user_error("checkpoints is a link, through which", train, None, "--resume_from_checkpoint", str(run))
+    assert_user_error("checkpoints is a link, through which", train, None, resume_from_checkpoint=run)
     train(run, "--overwrite_output_dir", max_steps=1)
     assert not (run / "checkpoints").is_symlink()
     assert (tmp_path / "elsewhere" / "step_00000006" / "model.safetensors").exists()
@@ -519,8 +497,8 @@ def test_a_spike_is_printed_and_recorded_and_a_rollback_skips_its_batches(launch
     run, easy = tmp_path / "run", "abcdefgh" * 16_000
     noise = "".join(random.Random(0).choice("ijklmnopqrstuvwxyz") for _ in range(200))
     (tmp_path / "text.txt").write_text(easy[:64_000] + noise + easy)
-    corpus = {"validation_fraction": 0.05}
-    store = tokenized(tmp_path / "text.txt", tmp_path / "store", corpus, tokenizer_type="character")
+    text, corpus = tmp_path / "text.txt", {"validation_fraction": 0.05}
+    store = tokenized(text, tmp_path / "store", corpus, tokenizer_type="character")
     settings = TINY | {"tokens_per_step": 128, "max_steps": 400, "save_steps": 50, "min_learning_rate": 0.005}
     settings |= {"eval_strategy": "no", "sample_prompts": "abc", "save_total_limit": 1}
     settings |= {"on_spike": "rollback", "spike_z_score": 20}
@@ -533,12 +511,10 @@ def test_a_spike_is_printed_and_recorded_and_a_rollback_skips_its_batches(launch
     resume = next(event for event in events[events.index(spike) :] if event["event"] == "resumed")
     assert resume["step"] == (spike["step"] - 2) // 50 * 50
     assert "skipping samples" in resume["because"]
-    state = json.loads((run / "checkpoints" / "step_00000400" / "training_state" / "state.json").read_text())
-    first, end = state["position"]["passed_over"][0]
-    assert first == (spike["step"] - 2) * 8
-    assert end == spike["last"] * 8
-    assert state["position"]["sample"] == 400 * 8 + sum(b - a for a, b in state["position"]["passed_over"])
-    assert [entry["step"] for entry in lines(run / "metrics.jsonl") if "loss" in entry] == list(range(1, 401))
+    position = load_state(checkpoint_of(run, 400)).position
+    assert position.passed_over[0] == ((spike["step"] - 2) * 8, spike["last"] * 8)
+    assert position.sample == 400 * 8 + sum(b - a for a, b in position.passed_over)
+    assert [entry["step"] for entry in logged(run)] == list(range(1, 401))
 
 
 def test_all_changed_settings_are_refused_in_one_message(run, train, tmp_path):
@@ -563,23 +539,22 @@ def test_all_changed_settings_are_refused_in_one_message(run, train, tmp_path):
 def test_settings_in_allow_change_may_change(run, train, capsys):
     permission = ("--allow_change", "tokens_per_step,seed", "mixed_precision")
     changes = {"tokens_per_step": 128, "seed": 1, "mixed_precision": "bf16", "learning_rate": 0.02, "max_steps": 8}
-    train(None, "--resume_from_checkpoint", str(run), *permission, **changes)
+    train(None, *permission, resume_from_checkpoint=run, **changes)
     output = capsys.readouterr().out
     rate = "learning_rate changed from 0.01 to 0.02"
     for change in ("tokens_per_step changed from 64 to 128", rate, "max_steps changed from 6 to 8"):
         assert f"Change:  {change}" in output
     resume = next(event for event in reversed(lines(run / "events.jsonl")) if event["event"] == "resumed")
     assert rate in resume["changes"]
-    assert [entry["tokens"] for entry in lines(run / "metrics.jsonl") if "loss" in entry][-3:] == [384, 512, 640]
-    state = json.loads((run / "checkpoints" / "step_00000008" / "training_state" / "state.json").read_text())
-    assert len(state["losses"]) == 2  # those of another batch are no measure for a spike
-    shutil.rmtree(run / "checkpoints" / "step_00000008")  # as if killed before it was written
+    assert [entry["tokens"] for entry in logged(run)][-3:] == [384, 512, 640]
+    assert len(load_state(checkpoint_of(run, 8)).losses) == 2  # those of another batch are no measure for a spike
+    shutil.rmtree(checkpoint_of(run, 8))  # as if killed before it was written
     sentence = "seed changed from 1337 to 2; if this is intended, add --allow_change seed"
     resume = ["--resume_from_checkpoint", str(run)]
     assert_user_error(sentence, train_accelerate.main, [*resume, "--seed", "2"])
     reset_accelerate()
     train_accelerate.main(resume)  # with the run's own settings
-    assert (run / "checkpoints" / "step_00000008").is_dir()
+    assert checkpoint_of(run, 8).is_dir()
 
 
 def changes_of(page):
@@ -590,31 +565,30 @@ def changes_of(page):
 
 def test_report_and_card_list_every_change_with_its_step(run, train, tmp_path):
     assert changes_of((run / "report.md").read_text()) == []
-    train(None, "--resume_from_checkpoint", str(run), max_steps=9, learning_rate=0.02)
-    checkpoint = run / "checkpoints" / "step_00000009"
-    shutil.rmtree(checkpoint)  # as if killed before it was written: the changes after step 6 are repeated
-    train(None, "--resume_from_checkpoint", str(run), max_steps=9, learning_rate=0.03)
-    train(None, "--resume_from_checkpoint", str(run), max_steps=12, learning_rate=0.04)
+    train(None, resume_from_checkpoint=run, max_steps=9, learning_rate=0.02)
+    shutil.rmtree(checkpoint_of(run, 9))  # as if killed before it was written: the changes after step 6 are repeated
+    train(None, resume_from_checkpoint=run, max_steps=9, learning_rate=0.03)
+    train(None, resume_from_checkpoint=run, max_steps=12, learning_rate=0.04)
+    source = checkpoint_of(run, 9)
+    branch = train(tmp_path / "branch", resume_from_checkpoint=source, max_steps=12, learning_rate=0.05)
     changes_of_run = [
         "step 6: max_steps changed from 6 to 9",
         "step 6: learning_rate changed from 0.01 to 0.03",
         "step 9: max_steps changed from 9 to 12",
         "step 9: learning_rate changed from 0.03 to 0.04",
     ]
-    assert changes_of((run / "report.md").read_text()) == changes_of_run
-    branch = train(tmp_path / "branch", "--resume_from_checkpoint", str(checkpoint), max_steps=12, learning_rate=0.05)
     changes_of_branch = changes_of_run[:3] + ["step 9: learning_rate changed from 0.03 to 0.05"]
-    assert changes_of((branch / "report.md").read_text()) == changes_of_branch
     for folder, changes in ((run, changes_of_run), (branch, changes_of_branch)):
-        assert changes_of(card_of(folder)) == changes
+        assert changes_of((folder / "report.md").read_text()) == changes_of(card_of(folder)) == changes
 
 
 def test_a_run_killed_before_its_config_was_written_can_start(train, tmp_path):
-    mark(tmp_path / "run", "run")
-    (tmp_path / "run" / "checkpoints").mkdir()
-    (tmp_path / "run" / "config.yaml.tmp").touch()
-    (tmp_path / "run" / "events.jsonl").touch()
-    train(tmp_path / "run", max_steps=1)
+    run = tmp_path / "run"
+    mark(run, "run")
+    (run / "checkpoints").mkdir()
+    for name in ("config.yaml.tmp", "events.jsonl"):
+        (run / name).touch()
+    train(run, max_steps=1)
 
 
 def test_two_runs_in_one_folder_are_refused(train, tmp_path, monkeypatch):
@@ -624,8 +598,7 @@ def test_two_runs_in_one_folder_are_refused(train, tmp_path, monkeypatch):
 
 
 def test_a_preempted_run_continues_on_an_empty_machine(train, start, tmp_path):
-    """The launcher and its processes are killed at once, and only the backup is left, as with a spot instance and a
-    bucket."""
+    """The launcher and its processes are killed at once, and only the backup is left, as on a spot instance."""
     settings = LONG | {"max_steps": 60, "save_steps": 4, "eval_steps": 20}
     straight, run, drive = train(tmp_path / "straight", **settings), tmp_path / "machine" / "run", tmp_path / "drive"
     drive.mkdir()
@@ -647,5 +620,5 @@ def test_a_preempted_run_continues_on_an_empty_machine(train, start, tmp_path):
     assert "\npython train_accelerate.py --config config.yaml --data " in (run / "report.md").read_text()
     shutil.rmtree(drive / "run")
     train(run, backup_dir=drive, **settings)  # a finished run updates its backup
-    assert damage(drive / "run" / "checkpoints" / "step_00000060") is None
+    assert damage(checkpoint_of(drive / "run", 60)) is None
     assert status(drive / "run")["state"] == "finished"
