@@ -12,7 +12,6 @@ import textwrap
 import time
 from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -23,7 +22,7 @@ from common import interrupt, limits
 from common.errors import FULL_DISK, Problems, UserError
 from common.removal import is_marked
 from common.settings_file import read_yaml
-from common.terminal import printable
+from common.terminal import discard_stdout, printable
 
 REPORT_SECONDS = 10.0  # time for which other processes of a job wait while one reports a shared problem
 HELP = frozenset({"-h", "--help", "--help_all"})
@@ -277,12 +276,12 @@ def run(main: Callable[[list[str]], None]) -> NoReturn:
         code = _report(error)
     except BrokenPipeError:  # the reader of a pipe ended
         code = 128 + signal.SIGPIPE
-        _leave_stdout()
+        discard_stdout()
     except OSError as error:  # error of a file or folder that no earlier check covers
         if error.filename is None and error.errno not in FULL_DISK:
             raise
         code = _report(UserError(": ".join(str(part) for part in (error.filename, error.strerror) if part) + "."))
-        _leave_stdout()
+        discard_stdout()
     except KeyboardInterrupt as error:
         if reports_for_all():
             print(str(error) or "interrupted", file=sys.stderr, flush=True)
@@ -309,12 +308,6 @@ def _report(error: UserError) -> int:
     elif not error.is_reported:  # wait: when one process ends, the launcher ends the reporting process
         time.sleep(REPORT_SECONDS)
     return 1
-
-
-def _leave_stdout() -> None:
-    """Discard buffered output when stdout has no reader or its disk is full."""
-    with suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _switch(word: str) -> bool:

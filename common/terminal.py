@@ -1,6 +1,8 @@
 """Text on a terminal."""
 
+import os
 import sys
+from contextlib import suppress
 from typing import TextIO
 
 # All but tab and line breaks: names in the files of others may contain escape codes, and a model can generate them.
@@ -14,3 +16,9 @@ def printable(text: str, output: TextIO | None) -> str:
 
 def show(text: str) -> None:
     print(printable(text, sys.stdout))
+
+
+def discard_stdout() -> None:
+    """Discard all output from now on, because stdout has no reader or its disk is full."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

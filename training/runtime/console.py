@@ -1,6 +1,5 @@
 """Messages of a run, printed by one process, wrapped to the terminal width, with consistent number formats."""
 
-import os
 import re
 import shutil
 import sys
@@ -11,7 +10,7 @@ from functools import partial
 from accelerate import Accelerator
 
 from common.progress import IN_NOTEBOOK
-from common.terminal import printable
+from common.terminal import discard_stdout, printable
 
 LABEL = re.compile(r"[A-Z][a-z]+: +| *")  # its length is the indentation of continuation lines
 FLUSHED_PRINT = partial(print, flush=True)
@@ -28,7 +27,7 @@ def say(text: str, through: Callable[[str], object] = FLUSHED_PRINT) -> None:
         is_shown = sys.stdout is not None and sys.stdout.isatty() and not IN_NOTEBOOK  # None: it is closed
         through(wrapped(printable(text, sys.stdout), shutil.get_terminal_size().columns) if is_shown else text)
     except (OSError, SystemExit):  # rich raises SystemExit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_stdout()
 
 
 def wrapped(text: str, width: int) -> str:
