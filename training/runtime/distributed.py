@@ -28,7 +28,7 @@ RENDEZVOUS = "restart://"  # the init_method of the process group
 _waits = False
 
 
-def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[distributed.Store, int, int]]:
+def _rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[distributed.Store, int, int]]:
     """Rendezvous like `env://`, with a key prefix per restart, by this project or by the launcher (max_restarts): the
     launcher's store keeps old addresses and orders. The launchers of several machines count separately."""
     store, rank, processes = next(distributed.rendezvous("env://", timeout=timeout))
@@ -38,7 +38,7 @@ def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[distributed.
     yield distributed.PrefixStore(prefix, store), rank, processes
 
 
-distributed.register_rendezvous_handler(RENDEZVOUS.removesuffix("://"), _meet)
+distributed.register_rendezvous_handler(RENDEZVOUS.removesuffix("://"), _rendezvous)
 
 
 def is_launched_on_cpu() -> bool:
