@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import assert_user_error, wait_until
+from conftest import append, assert_user_error, wait_until
 from training.checkpoints import backup
 from training.checkpoints.backup import Backup, BackupArguments
 from training.checkpoints.checkpoint import REQUIRED_FILES, complete_checkpoints, copy, damage, step_of, sweep
@@ -24,15 +24,13 @@ from training.checkpoints.run_folder import RunFolder
 
 def write_checkpoint(folder, step: int, size: int = 1000, content: int = 0):
     """Write a folder that is a valid checkpoint for all checks except loading."""
-    checkpoint = folder / f"step_{step:08d}"
-    files = {}
+    checkpoint, files = folder / f"step_{step:08d}", {}
     for name in (*REQUIRED_FILES, "tokenizer.json"):
         data = random.Random(f"{step} {content} {name}").randbytes(size)
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         (checkpoint / name).write_bytes(data)
         files[name] = {"size": len(data), "sha256": sha256(data).hexdigest()}
-    manifest = {"format_version": 2, "step": step, "files": files}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    (checkpoint / "manifest.json").write_text(json.dumps({"format_version": 2, "step": step, "files": files}))
     return checkpoint
 
 
@@ -50,8 +48,7 @@ def write_run(path, *steps: int) -> RunFolder:
 
 def log(run: RunFolder, step: int, **numbers: float) -> None:
     evaluations = dict.fromkeys(("epoch", "eval_perplexity", "eval_bits_per_byte", "eval_tokens"), 1)
-    with run.metrics.open("a") as file:
-        file.write(json.dumps({"step": step, "tokens": 64 * step, **evaluations, **numbers}) + "\n")
+    append(run.metrics, json.dumps({"step": step, "tokens": 64 * step, **evaluations, **numbers}) + "\n")
 
 
 def names(run: RunFolder) -> list[str]:
@@ -82,6 +79,11 @@ def drive(tmp_path):
 
 
 @pytest.fixture
+def run(tmp_path) -> RunFolder:
+    return write_run(tmp_path / "x", 1)
+
+
+@pytest.fixture
 def make(drive, monkeypatch):
     """Make a Backup that retries quickly, and the list of its messages."""
     monkeypatch.setattr(backup, "FIRST_PAUSE", 0.05)
@@ -108,8 +110,7 @@ def test_backup_is_a_run_folder(make, drive, tmp_path):
     assert output == [f"Backup:  step_00000002 is in {backup_run.path}"]
 
 
-def test_backup_keeps_the_newest_and_the_best_checkpoint(make, drive, tmp_path):
-    run = write_run(tmp_path / "x", 1)
+def test_backup_keeps_the_newest_and_the_best_checkpoint(make, run):
     copies, _ = make(run, limit=2)
     submit(copies, run.checkpoints / "step_00000001")
     for step in (2, 3, 4):
@@ -120,8 +121,7 @@ def test_backup_keeps_the_newest_and_the_best_checkpoint(make, drive, tmp_path):
     assert names(copies.there) == ["step_00000001", "step_00000004", "step_00000005"]
 
 
-def test_disconnected_drive_is_reported_once_and_used_again_when_available(make, drive, tmp_path):
-    run = write_run(tmp_path / "x", 1)
+def test_disconnected_drive_is_reported_once_and_used_again_when_available(make, run, drive, tmp_path):
     [first] = run.checkpoints.iterdir()
     copies, output = make(run)
     submit(copies, first)
@@ -131,9 +131,9 @@ def test_disconnected_drive_is_reported_once_and_used_again_when_available(make,
     copies.submit()
     wait_until(lambda: copies.problem)
     time.sleep(0.3)  # several attempts
-    assert len(output) == 1
-    assert "WARNING: step_00000002 could not be copied" in output[0]
-    assert "No such file or directory" in output[0]
+    [warning] = output
+    for words in ("WARNING: step_00000002 could not be copied", "No such file or directory"):
+        assert words in warning
     assert copies.copying == second
     third = write_checkpoint(run.checkpoints, 3)
     copies.submit()
@@ -147,9 +147,8 @@ def test_disconnected_drive_is_reported_once_and_used_again_when_available(make,
     assert copies.copying is None
 
 
-def test_run_does_not_wait_for_a_drive_that_never_appears(make, tmp_path):
+def test_run_does_not_wait_for_a_drive_that_never_appears(make, run, tmp_path):
     (tmp_path / "file").write_text("")
-    run = write_run(tmp_path / "x", 1)
     copies, output = make(run, backup_dir=tmp_path / "file")
     copies.submit()
     wait_until(lambda: copies.problem)
@@ -159,8 +158,7 @@ def test_run_does_not_wait_for_a_drive_that_never_appears(make, tmp_path):
     assert "is incomplete (Not a directory); copy" in output[-1]
 
 
-def test_full_drive_keeps_its_checkpoints(make, drive, tmp_path):
-    run = write_run(tmp_path / "x", 1)
+def test_full_drive_keeps_its_checkpoints(make, run, drive, tmp_path):
     copies, output = make(run, limit=1)
 
     def fill() -> None:
@@ -204,21 +202,20 @@ def test_kill_9_never_leaves_a_partial_checkpoint(drive, tmp_path):
         backup_run = complete_checkpoints(drive)
         assert backup_run[0] == original
         assert [damage(checkpoint) for checkpoint in backup_run] == [None] * len(backup_run)
-    (drive / ".step_00000002.unfinished").mkdir(exist_ok=True)
-    (drive / ".step_00000002.unfinished" / "manifest.json.tmp").touch()  # a kill between opening and renaming
+    (unfinished := drive / ".step_00000002.unfinished").mkdir(exist_ok=True)
+    (unfinished / "manifest.json.tmp").touch()  # a kill between opening and renaming
     sweep(drive)
     assert all(path.name.startswith("step_") for path in drive.iterdir())
 
 
-def test_damaged_checkpoint_is_reported_and_the_next_one_is_copied(make, tmp_path):
-    run = write_run(tmp_path / "x", 1)
+def test_damaged_checkpoint_is_reported_and_the_next_one_is_copied(make, run):
     (run.checkpoints / "step_00000001" / "config.json").write_bytes(b"x" * 1000)
     copies, output = make(run)
     copies.submit()
     wait_until(lambda: copies.problem)
     submit(copies, write_checkpoint(run.checkpoints, 2))
-    assert "step_00000001 could not be copied" in output[0]
-    assert "(config.json was changed or damaged" in output[0]
+    for words in ("step_00000001 could not be copied", "(config.json was changed or damaged"):
+        assert words in output[0]
     assert names(copies.there) == ["step_00000002"]
 
 
@@ -229,18 +226,19 @@ def test_rolled_back_checkpoints_are_removed_from_the_backup(make, tmp_path):
     shutil.rmtree(run.checkpoints / "step_00000002")
     copies.update()
     assert names(copies.there) == ["step_00000001"]
-    write_checkpoint(copies.there.checkpoints, 2)  # by another machine
-    write_checkpoint(copies.there.checkpoints, 3)
+    for step in (2, 3):  # by another machine
+        write_checkpoint(copies.there.checkpoints, step)
     copies.update()
     assert "it holds step_00000003, which this run did not resume from" in copies.problem
     assert names(copies.there) == ["step_00000001", "step_00000002", "step_00000003"]
 
 
 def test_checkpoints_of_another_run_are_not_replaced(make, tmp_path):
-    def back_up(run: RunFolder, **begin) -> tuple[list[str], list[str]]:
+    def back_up(run: RunFolder, step: int = 0, is_made: bool | None = None, **begin) -> tuple[list[str], list[str]]:
         copies, output = make(run, limit=1)
         if begin:
-            copies.begin(0, **begin)
+            copies.begin(step, **begin)
+        copies.is_made = copies.is_made if is_made is None else is_made
         copies.submit()
         copies.finish()
         return names(copies.there), output
@@ -260,13 +258,9 @@ def test_checkpoints_of_another_run_are_not_replaced(make, tmp_path):
     other_run = write_run(tmp_path / "other" / "x", 2)
     other_run.events.write_text('{"event": "begun", "step": 0, "time": "yesterday"}\n')
     for is_made in (False, True):  # resumed; begun together with the other run, before its first copy was complete
-        copies, output = make(other_run, limit=1)
-        copies.begin(2, may_replace=False)
-        copies.is_made = is_made
-        copies.submit()
-        copies.finish()
+        remainder, output = back_up(other_run, 2, is_made, may_replace=False)
         assert "it is the backup of another run; move that folder away" in output[0]
-    assert names(copies.there) == ["step_00000001"]
+    assert remainder == ["step_00000001"]
     for folder in (tmp_path, tmp_path / "x", tmp_path / "x" / "checkpoints"):
         assert "into the run's own folder" in next(BackupArguments(str(folder)).problems(tmp_path / "x"))
     for folder in (str(tmp_path / "drive"), None):
@@ -278,9 +272,8 @@ def restore(copies: Backup, step: int = -1) -> Path | None:
 
 
 @pytest.fixture
-def backed_up(make, tmp_path) -> RunFolder:
+def backed_up(make, run, tmp_path) -> RunFolder:
     """Run with steps 1 and 2 in the backup and a lost run folder."""
-    run = write_run(tmp_path / "x", 1)
     copies, _ = make(run)
     submit(copies, run.checkpoints / "step_00000001")
     log(run, 2, eval_loss=2)
@@ -295,20 +288,18 @@ def test_newer_local_files_are_kept_unless_damaged(make, backed_up, tmp_path):
     copies, _ = make(backed_up)
     assert restore(copies, 2) is None
     log(backed_up, 9)
-    original = backed_up.metrics.read_text()
+    original, damaged = backed_up.metrics.read_text(), backed_up.checkpoints / "step_00000002"
     backed_up.config.write_text("learning_rate: 0.02\n")
-    damaged_path = backed_up.checkpoints / "step_00000002"
-    (damaged_path / "tokenizer.json").write_bytes(b"x" * 1000)  # of the right size
-    assert restore(copies, 1) == damaged_path
-    assert damage(damaged_path) is None
+    (damaged / "tokenizer.json").write_bytes(b"x" * 1000)  # of the right size
+    assert restore(copies, 1) == damaged
+    assert damage(damaged) is None
     assert names(backed_up) == ["step_00000001", "step_00000002"]
     assert backed_up.metrics.read_text() == original
     assert "0.02" in backed_up.config.read_text()
 
 
 def test_the_best_checkpoint_is_restored_with_the_newest(make, backed_up, tmp_path):
-    with (tmp_path / "drive" / "x" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 1, "eval_loss": 1}\n')
+    append(tmp_path / "drive" / "x" / "metrics.jsonl", '{"step": 1, "eval_loss": 1}\n')
     copies, _ = make(backed_up)
     assert restore(copies) == backed_up.checkpoints / "step_00000002"
     assert names(backed_up) == ["step_00000001", "step_00000002"]
@@ -342,8 +333,8 @@ def test_restore_skips_a_damaged_checkpoint(make, backed_up, tmp_path, file, cha
     copies, output = make(backed_up)
     assert restore(copies).name == "step_00000001"
     assert names(backed_up) == ["step_00000001"]
-    assert len(output) == 2
-    assert problem in output[0]
+    [warning, _] = output
+    assert problem in warning
     assert restore(copies, 1) is None
     (newest.with_name("step_00000001") / file).write_bytes(b"x")
     shutil.rmtree(backed_up.path)
@@ -363,11 +354,10 @@ def test_a_replaced_run_is_not_restored_over_the_one_that_replaced_it(make, back
 
 def test_links_to_paths_outside_the_backup_are_not_followed(make, backed_up, tmp_path):
     backup_run = RunFolder(tmp_path / "drive" / "x")
-    outside_folder = write_checkpoint(tmp_path / "outside", 3)
-    (backup_run.checkpoints / outside_folder.name).symlink_to(outside_folder)
-    copy_path = write_checkpoint(backup_run.checkpoints, 4)
-    (copy_path / "manifest.json").rename(tmp_path / "manifest.json")
-    (copy_path / "manifest.json").symlink_to(tmp_path / "manifest.json")
+    outside = write_checkpoint(tmp_path / "outside", 3)
+    (backup_run.checkpoints / outside.name).symlink_to(outside)
+    manifest = write_checkpoint(backup_run.checkpoints, 4) / "manifest.json"
+    manifest.symlink_to(manifest.rename(tmp_path / "manifest.json"))
     (tmp_path / "secret").write_text("a: secret\n")
     for path in (backup_run.config, backup_run.samples):
         path.unlink()
@@ -375,18 +365,16 @@ def test_links_to_paths_outside_the_backup_are_not_followed(make, backed_up, tmp
     copies, output = make(backed_up)
     assert restore(copies).name == "step_00000002"
     assert ["is a link to a path outside" in line for line in output] == [True, True, False]
-    assert not backed_up.config.exists()
-    assert not backed_up.samples.exists()
+    assert not backed_up.config.exists() | backed_up.samples.exists()
 
 
 def test_missing_drive_is_a_warning_and_failed_restore_is_an_error(make, backed_up, tmp_path):
     copies, output = make(backed_up, backup_dir=tmp_path / "nowhere")
     assert restore(copies) is None
-    assert len(output) == 1
-    assert "(--backup_dir) cannot be read (No such file or directory): is its drive mounted? Nothing is" in output[0]
+    [warning] = output
+    assert "(--backup_dir) cannot be read (No such file or directory): is its drive mounted? Nothing is" in warning
     backed_up.path.write_text("a file")
-    copies, _ = make(backed_up)
-    assert_user_error("could not be restored from", restore, copies)
+    assert_user_error("could not be restored from", restore, make(backed_up)[0])
 
 
 def test_a_restore_that_failed_copies_the_other_files_again(make, backed_up, monkeypatch):
