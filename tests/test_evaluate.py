@@ -4,17 +4,17 @@ import json
 import math
 import random
 import shutil
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from test_corpus import write_records
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-import train_accelerate
-from conftest import TWO_PROCESSES, assert_user_error, metrics, prose, reset_accelerate, tokenized, trained
+from conftest import TWO_PROCESSES, assert_user_error, checkpoint_of, logged, prose, tokenized, trained
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from training import evaluate
 from training.checkpoints.run_folder import RunFolder
@@ -77,10 +77,10 @@ def test_uniform_model_costs_the_logarithm_of_its_vocabulary(letters, tmp_path, 
     result = evaluated(capsys, tmp_path / "model", "--data", letters.folder, "--compare")
     values = [result[f"eval_{name}"] for name in ("bits_per_byte", "perplexity", "loss_stderr")]
     assert values == pytest.approx([1.5849625, 3, 0], abs=1e-6)
-    assert result["eval_stderr_over"] == "50 blocks of the text"
-    assert result["eval_tokens"] == letters.metadata.val.tokens - 1
-    [row] = [row for row in result["panel"]["rows"] if row["kind"] == "model"]
-    assert row["bits_per_byte"] == pytest.approx(1.5849625)
+    facts = (result["eval_stderr_over"], result["eval_tokens"])
+    assert facts == ("50 blocks of the text", letters.metadata.val.tokens - 1)
+    rates = [row["bits_per_byte"] for row in result["panel"]["rows"] if row["kind"] == "model"]
+    assert rates == [pytest.approx(1.5849625)]
 
 
 @torch.no_grad()
@@ -143,8 +143,8 @@ def test_gpt2_with_another_tokenizer_is_scored_on_the_same_bytes(corpus, store, 
     torch.manual_seed(1)
     config = GPT2Config(vocab_size=300, n_layer=1, n_head=2, n_embd=16, n_positions=12, initializer_range=0.3)
     gpt2, gpt2_tokenizer = GPT2LMHeadModel(config).eval(), store.load_tokenizer()
-    gpt2.save_pretrained(tmp_path / "gpt2")
-    gpt2_tokenizer.save_pretrained(tmp_path / "gpt2")
+    for part in (gpt2, gpt2_tokenizer):
+        part.save_pretrained(tmp_path / "gpt2")
     arguments = (tmp_path / "model", "--data", corpus.folder, "--compare_with", tmp_path / "gpt2")
     panel = evaluated(capsys, *arguments, "--compare_documents", 31)["panel"]
     rows = {row["name"]: row for row in panel["rows"]}
@@ -169,8 +169,7 @@ def test_gpt2_with_another_tokenizer_is_scored_on_the_same_bytes(corpus, store, 
 
 def test_a_chat_is_compared_as_the_store_has_it(tmp_path):
     chats = [[{"role": role, "content": prose(i, 24)} for role in ("user", "assistant")] for i in range(40)]
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    path = write_records(tmp_path / "chats.jsonl", [{"messages": chat} for chat in chats])
     store = tokenized(path, tmp_path / "store", {"chat_template": "chatml", "validation_fraction": 0.3}, vocab_size=300)
     text, tokens = panel.HeldOut(store, None), store.memory_map("val")
     documents = [ids.tolist() for ids, _ in text.encoded(store.load_tokenizer(), "own")]
@@ -186,8 +185,7 @@ def test_a_run_is_scored_on_the_tokens_that_it_recorded(tmp_path, monkeypatch, c
     run = trained(SimpleNamespace(folder=tmp_path / "text.txt"), tmp_path / "run", max_steps=1, vocab_size=300)
     [recorded] = (tmp_path / "data").glob("text-*")
     (tmp_path / "text.txt").unlink()
-    reset_accelerate()
-    train_accelerate.main(["--resume_from_checkpoint", str(run), "--max_steps", "2"])
+    trained(SimpleNamespace(folder=None), None, resume_from_checkpoint=run, max_steps=2)
     (tmp_path / "text.txt").write_text(prose(1))
     assert evaluate.store_and_masking(str(run), None)[0].folder == recorded
     assert "WARNING" not in capsys.readouterr().err
@@ -210,11 +208,10 @@ def test_ngrams_match_hand_computations_and_sum_to_one():
     assert NGram(np.array([0]), 2, 3).probabilities(np.array([0, 1])) == pytest.approx([0.625, 0.375])
     tokens = np.random.default_rng(0).integers(0, 6, 200)  # 6 never occurs
     trigram = NGram(np.concatenate([[5, 4], tokens[tokens < 5], [5]]), 7, 3)
-    for first in range(7):
-        for second in range(7):
-            probabilities = [trigram.probabilities(np.array([first, second, third]))[2] for third in range(7)]
-            assert sum(probabilities) == pytest.approx(1)
-            assert min(probabilities) > 0
+    for history in product(range(7), repeat=2):
+        probabilities = [trigram.probabilities(np.array([*history, third]))[2] for third in range(7)]
+        assert sum(probabilities) == pytest.approx(1)
+        assert min(probabilities) > 0
 
 
 def test_baselines_are_ngrams_on_a_subset_and_compressors(store, monkeypatch):
@@ -274,56 +271,53 @@ def test_spans_end_at_the_end_of_a_document(corpus, tmp_path, capsys):
 
 def test_run_keeps_evaluation_results(finished_copy, capsys, monkeypatch):
     run = finished_copy
-    evaluated(capsys, run, "--compare", "--compare_with", run / "checkpoints" / "step_00000003")
-    folder = run / "evaluation"
-    assert (folder / "panel.png").read_bytes().startswith(b"\x89PNG")
-    results = evaluated(capsys, run, "--memorization", "--memorization_texts", 2, "--memorization_span", 4)
-    content = json.loads((folder / "evaluation.json").read_text())
-    assert {"panel", "memorization", "eval_loss", "weights_sha256"} <= content.keys()
-    page = (run / "evaluation" / "evaluation.md").read_text()
+    evaluated(capsys, run, "--compare", "--compare_with", checkpoint_of(run, 3))
+    file, panel = run / "evaluation" / "evaluation.json", run / "evaluation" / "panel.png"
+    assert panel.read_bytes().startswith(b"\x89PNG")
+    memorization = ("--memorization", "--memorization_texts", 2, "--memorization_span", 4)
+    results = evaluated(capsys, run, *memorization)
+    assert {"panel", "memorization", "eval_loss", "weights_sha256"} <= json.loads(file.read_text()).keys()
+    page = file.with_suffix(".md").read_text()
     assert all(words in page for words in ("| trigram |", "![Bits per byte, compared](panel.png)", "## Memorization"))
     assert str(run) not in str(evaluation_of(RunFolder(run), run / "model"))
-    assert evaluation_of(RunFolder(run), run / "checkpoints" / "step_00000003") is None
+    assert evaluation_of(RunFolder(run), checkpoint_of(run, 3)) is None
     evaluate.main([str(run)])  # not a terminal
     text = capsys.readouterr().out
     assert all(word in text for word in ("perplexity", "standard error", f"{results['eval_loss']:.4f}"))
-    content = (folder / "evaluation.json").read_bytes()
-    memorization = ("--memorization", "--memorization_texts", 2, "--memorization_span", 4)
+    content = file.read_bytes()
     evaluate.main(list(map(str, (run, "--checkpoint", 3, *memorization))))
-    assert f"Not saved: {folder} has results of {run}/model; delete it to save these." in capsys.readouterr().err
-    assert (folder / "evaluation.json").read_bytes() == content
+    assert f"Not saved: {file.parent} has results of {run}/model; delete it to save these." in capsys.readouterr().err
+    assert file.read_bytes() == content
     tasks = {key: {} for key in ("configs", "results", "n-shot", "lm_eval_version")}  # once without cut_requests
     results = json.loads(content) | {"tasks": tasks, "tokens_sha256": "of another text"}
     del results["mask_documents"], results["memorization"]["held_out_texts"]  # as in older versions
-    (folder / "evaluation.json").write_text(json.dumps(results))
+    file.write_text(json.dumps(results))
     evaluated(capsys, run, *memorization)
-    results = json.loads((folder / "evaluation.json").read_text())
+    results = json.loads(file.read_text())
     assert {"tasks", "memorization"} <= results.keys()  # tasks have their own text
-    assert "panel" not in results
-    assert not (folder / "panel.png").exists()
-    (folder / "evaluation.json").write_text(json.dumps(results | {"weights_sha256": ["of another run"]}))
+    assert ("panel" in results, panel.exists()) == (False, False)
+    file.write_text(json.dumps(results | {"weights_sha256": ["of another run"]}))
     evaluated(capsys, run, *memorization)
-    assert "tasks" not in json.loads((folder / "evaluation.json").read_text())
+    assert "tasks" not in json.loads(file.read_text())
     for broken in ('{"cut o', "[]", "\xff"):
-        (folder / "evaluation.json").write_text(broken, encoding="latin-1")
+        file.write_text(broken, encoding="latin-1")
         assert evaluation_of(RunFolder(run), run / "model") is None
-    shutil.rmtree(folder)
+    shutil.rmtree(file.parent)
     with monkeypatch.context() as only_readable:  # such as the run of a colleague
         only_readable.setattr("os.access", lambda path, mode: path != run)
         evaluate.main(list(map(str, (run, *memorization))))
     assert f"The results will not be saved: {run} cannot be written.\n" in capsys.readouterr().err
-    assert not folder.exists()
-    folder.write_text("in the way")
+    assert not file.parent.exists()
+    file.parent.write_text("in the way")
     assert_user_error(r"evaluation\S* cannot be read or written", evaluate.main, [str(run), "--compare"])
 
 
 def test_checkpoint_option_chooses_last_best_or_a_step(finished_copy, capsys):
-    run = finished_copy
-    evaluations = {entry["step"]: entry for entry in metrics(run) if "eval_loss" in entry}
+    evaluations = {entry["step"]: entry for entry in logged(finished_copy, "eval_loss")}
     best = min((6, 3), key=lambda step: evaluations[step]["eval_loss"])
     for target, step in {"last": 6, "3": 3, "best": best}.items():
-        result = evaluated(capsys, run, "--checkpoint", target)
-        assert result["model"] == str(run / "checkpoints" / f"step_{step:08}")
+        result = evaluated(capsys, finished_copy, "--checkpoint", target)
+        assert result["model"] == str(checkpoint_of(finished_copy, step))
         for name in ("eval_loss", "eval_bits_per_byte", "eval_tokens"):  # the run scored itself the same way
             assert result[name] == pytest.approx(evaluations[step][name], abs=1e-5)
 
@@ -344,8 +338,7 @@ def test_invalid_inputs_are_refused_with_one_sentence(corpus, letters, tmp_path)
 
 def test_model_is_scored_only_on_a_store_with_its_own_tokenizer(corpus, store, tmp_path):
     assert store.metadata.vocab_size == corpus.metadata.vocab_size
-    folder = tmp_path / "model"
-    model = saved(folder, corpus)
+    model = saved(folder := tmp_path / "model", corpus)
     sentence = f"{store.folder} have different tokenizers; use a store that was made"
     assert_user_error(sentence, evaluate.main, [str(folder), "--data", str(store.folder)])
     arguments = [str(folder), "--data", str(corpus.folder)]
