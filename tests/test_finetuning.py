@@ -17,12 +17,12 @@ pytest.importorskip("trl", reason="fine-tuning on chats needs trl")
 import torch
 from huggingface_hub import ModelCard
 from peft import PeftModel
-from safetensors import safe_open
+from safetensors.torch import load_file
+from test_corpus import write_records
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import push_to_hub
-from common.errors import UserError
-from conftest import MODERN_RUN, TWO_PROCESSES, assert_user_error, prose, tokenized, trained, wait_until
+from conftest import MODERN_RUN, TWO_PROCESSES, assert_user_error, lines, prose, tokenized, trained, wait_until
 from examples import finetune_chat, finetune_preferences, finetune_text, python_chats
 from examples.tuning.records import UselessError, splits
 from examples.tuning.settings import Tuning
@@ -41,18 +41,14 @@ ORIGINAL = "original, bits per byte"
 SMALL_STEPS = ["--per_device_train_batch_size", "4"]
 
 
+def chat(question: str, answer: str) -> dict[str, list]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
 def chats_file(path, each=30):
-    records = [
-        {"messages": [{"role": "user", "content": f"{i % 10} {question}"}, {"role": "assistant", "content": answer}]}
-        for i in range(each)  # equal prompts are all held out, or none of them
-        for question, answer in ANSWERS.items()
-    ]
-    return jsonl_file(path, *records)
-
-
-def jsonl_file(path, *records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    """Write chats with equal prompts, which are all held out, or none of them."""
+    chats = [chat(f"{i % 10} {asked}", answer) for i in range(each) for asked, answer in ANSWERS.items()]
+    return write_records(path, chats)
 
 
 def pair(question="Who is he?", chosen="They are.", rejected="He is not at it.") -> dict[str, str]:
@@ -77,11 +73,11 @@ def answers_to_a_user(folder) -> tuple[dict[str, str], list[int]]:
     """Return the answers of a pipeline of Transformers, and the last token of each."""
     model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not {*loading["missing_keys"], *loading["unexpected_keys"]}
-    chat, answers, ends = pipeline("text-generation", model, tokenizer=str(folder)), {}, []
+    write, answers, ends = pipeline("text-generation", model, tokenizer=str(folder)), {}, []
     for question in ANSWERS:
         asked = [{"role": "user", "content": f"7 {question}"}]
-        answers[question] = chat(asked, do_sample=False)[0]["generated_text"][-1]["content"]
-        ends.append(chat(asked, do_sample=False, return_tensors=True)[0]["generated_token_ids"][-1])
+        answers[question] = write(asked, do_sample=False)[0]["generated_text"][-1]["content"]
+        ends.append(write(asked, do_sample=False, return_tensors=True)[0]["generated_token_ids"][-1])
     return answers, ends
 
 
@@ -101,35 +97,33 @@ def tuned(run, tmp_path_factory):
 
 
 def test_chats_are_learned_and_forgetting_and_settings_are_reported(tuned):
-    measured = table(tuned[1])
+    folder, output = tuned
+    measured, card = table(output), (folder / "README.md").read_text()
     assert list(measured) == ["loss", "exact match", ORIGINAL]
     assert measured["loss"][1] < measured["loss"][0] - 1.5
     assert measured[ORIGINAL][1] < measured[ORIGINAL][0] + 0.2
-    assert table((tuned[0] / "README.md").read_text()) == measured
-    assert "Peak learning rate 0.0074 (width 64); 50% of the examples are replayed original text." in tuned[1]
-    card = (tuned[0] / "README.md").read_text()
-    assert "| learning rate, epochs, seed | 0.0074, 6, 1337 |" in card
-    assert "fine-tuned on 405 chats of chats.jsonl: 122,368\nparameters" in card
-    assert "| replayed original text | 405 windows of 48 tokens, 50% of examples |" in card
-    assert "\n45 chats were held out.\n\n- loss: nats per token of 45 held-out chats\n- exact match: share of" in card
-    [chat, push] = tuned[1].split("Next:\n")[1].splitlines()
-    assert chat == f"  python generate.py {tuned[0]} --chat"
-    assert push == f"  python push_to_hub.py {tuned[0]} --repo_id YOUR_NAME/model"
+    assert table(card) == measured
+    assert "Peak learning rate 0.0074 (width 64); 50% of the examples are replayed original text." in output
+    for words in (
+        "| learning rate, epochs, seed | 0.0074, 6, 1337 |",
+        "fine-tuned on 405 chats of chats.jsonl: 122,368\nparameters",
+        "| replayed original text | 405 windows of 48 tokens, 50% of examples |",
+        "\n45 chats were held out.\n\n- loss: nats per token of 45 held-out chats\n- exact match: share of",
+    ):
+        assert words in card
+    commands = (f"generate.py {folder} --chat", f"push_to_hub.py {folder} --repo_id YOUR_NAME/model")
+    assert output.split("Next:\n")[1].splitlines() == [f"  python {command}" for command in commands]
 
 
 def test_the_chats_about_python_name_each_function_once_and_replace_no_file(tmp_path):
     python_chats.main([str(tmp_path)])
-    chats, pairs = (
-        [*map(json.loads, (tmp_path / name).read_text().splitlines())] for name in ("chats.jsonl", "pairs.jsonl")
-    )
+    chats, pairs = (lines(tmp_path / f"{name}.jsonl") for name in ("chats", "pairs"))
     assert len(chats) == 2_001
     assert 1_500 < len(pairs) <= 2_000  # by the version of Python
     turns = [turn for chat in chats for turn in chat["messages"]] + [pair["prompt"][-1] for pair in pairs]
     questions = [turn["content"] for turn in turns if turn["role"] == "user"]
     ends = [template.split("{}") for several in python_chats.QUESTIONS.values() for template in several]
-    found = (
-        [it.removeprefix(a).removesuffix(b) for a, b in ends if it.startswith(a) and it.endswith(b)] for it in questions
-    )
+    found = [[q[len(a) : len(q) - len(b)] for a, b in ends if q.startswith(a) and q.endswith(b)] for q in questions]
     assert len({name for [name] in found}) == len(questions) == 2_667 + len(pairs)
     for pair in pairs:
         asks_module = pair["prompt"][-1]["content"].startswith(("Which module", "Where"))
@@ -158,8 +152,8 @@ def test_the_published_card_describes_the_published_model(tuned, tmp_path, launc
     assert 0 < len(done.stdout.strip()) < 80
     assert "User" not in done.stdout
     (model / "README.md").write_text("---\ntags: [\n---\n")
-    with pytest.raises(UserError, match=r"The metadata of .*README\.md is not YAML: "):
-        push_to_hub.main([str(model), "--repo_id", "me/talks", "--dry_run"])
+    sentence = r"The metadata of .*README\.md is not YAML: "
+    assert_user_error(sentence, push_to_hub.main, [str(model), "--repo_id", "me/talks", "--dry_run"])
 
 
 def test_a_tuned_model_answers_and_stops_at_the_end_of_the_turn(tuned):
@@ -182,15 +176,15 @@ def test_gguf_file_and_native_twin_have_the_template(tuned, tmp_path):
 @pytest.mark.parametrize("rank", [16, 0], ids=["lora", "all"])
 def test_preferences_are_learned_from_a_chat_model(tuned, tmp_path, capsys, rank):
     pairs = [pair(f"{i} Are they on it?", "He is not at it.", "They are.") for i in range(80)]
-    data = jsonl_file(tmp_path / "pairs.jsonl", *pairs, pair(rejected="They are."))
+    data = write_records(tmp_path / "pairs.jsonl", [*pairs, pair(rejected="They are.")])
     flags = ("--lora_rank", str(rank), "--num_train_epochs", "6", "--learning_rate", "0.003")
     tune(finetune_preferences, tuned[0], data, tmp_path / "model", *flags)
     output, card = capsys.readouterr().out, (tmp_path / "model" / "README.md").read_text()
     assert f"Left out 1 record of {data}: each has equal answers, chosen and rejected." in output
     measured = table(output)
     assert list(measured) == ["preference accuracy", "exact match", ORIGINAL]  # the chat model's record names its text
-    assert measured["preference accuracy"][0] < 0.6
-    assert measured["preference accuracy"][1] > 0.8
+    before, after = measured["preference accuracy"]
+    assert before < 0.6 < 0.8 < after
     assert table(card) == measured
     assert "tiny, fine-tuned on 405 chats of chats.jsonl, trained with DPO (beta 0.1, sft_weight 1) on 72 pairs" in card
     for name in ("generation_config.json", "chat_template.jinja"):
@@ -271,15 +265,14 @@ def test_a_named_data_set_is_read_up_to_max_documents(run, tmp_path, launch):
 
 
 def test_the_output_folder_has_the_files_of_a_model(run, tuned):
-    names, old_names = ({path.name for path in folder.iterdir()} for folder in (tuned[0], run / "model"))
-    assert names - old_names == {"README.md", "adapter", "chat_template.jinja", "finetuning.json"}
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (run / "model", tuned[0])]
-    assert configs[0] == configs[1]
-    assert all(path.stat().st_mode & 0o044 == 0o044 for path in tuned[0].rglob("*"))
-    keys = [set(safe_open(folder / "model.safetensors", "pt").keys()) for folder in (run / "model", tuned[0])]
-    assert keys[0] == keys[1]
-    assert str(run) not in (tuned[0] / "README.md").read_text()
-    settings = json.loads((tuned[0] / "generation_config.json").read_text())
+    (folder, _), base = tuned, run / "model"
+    added = {path.name for path in folder.iterdir()} - {path.name for path in base.iterdir()}
+    assert added == {"README.md", "adapter", "chat_template.jinja", "finetuning.json"}
+    assert json.loads((folder / "config.json").read_text()) == json.loads((base / "config.json").read_text())
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in folder.rglob("*"))
+    assert load_file(folder / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
+    assert str(run) not in (folder / "README.md").read_text()
+    settings = json.loads((folder / "generation_config.json").read_text())
     assert "max_length" not in settings  # otherwise Transformers warns about max_new_tokens
 
 
@@ -295,18 +288,15 @@ def test_the_adapter_on_its_base_model_equals_the_merged_model(run, tuned):
 
 
 def test_a_model_with_chat_tokens_keeps_its_template_and_stop_token(tmp_path, capsys):
-    for number in range(4):
-        messages = [{"role": "user", "content": prose(number, 200)}, {"role": "assistant", "content": prose(9, 200)}]
-        with (tmp_path / "old.jsonl").open("a") as file:
-            file.write(json.dumps({"messages": messages}) + "\n")
+    old = write_records(tmp_path / "old.jsonl", [chat(prose(number, 200), prose(9, 200)) for number in range(4)])
     corpus = {"validation_fraction": 0.2, "chat_template": "chatml"}
-    store = tokenized(tmp_path / "old.jsonl", tmp_path / "store", corpus, seed=1337, vocab_size=300)
+    store = tokenized(old, tmp_path / "store", corpus, seed=1337, vocab_size=300)
     settings = BIGGER | QUICK | MODERN_RUN | {"sample_prompts": None, "sample_tokens": 4}
     run = trained(store, tmp_path / "run", **settings)
     assert f"generate.py {run} --chat\n" in capsys.readouterr().out
     assert "<|im_start|>user\n" in (run / "samples.md").read_text()
-    chat = [{"role": "user", "content": "the token\r\n<|im_<|im_end|>end|> ends"}]
-    assert without_control_tokens(chat, store.load_tokenizer()) == [{"role": "user", "content": "the token\n ends"}]
+    asked = [{"role": "user", "content": "the token\r\n<|im_<|im_end|>end|> ends"}]
+    assert without_control_tokens(asked, store.load_tokenizer()) == [{"role": "user", "content": "the token\n ends"}]
     data, model = chats_file(tmp_path / "new.jsonl"), tmp_path / "model"
     memorizing = ["--learning_rate", "0.005", "--num_train_epochs", "8", "--replay_fraction", "0", *SMALL_STEPS]
     tune(finetune_chat, run, data, model, "--lora_rank", "0", *memorizing)
@@ -320,8 +310,7 @@ def test_a_model_with_chat_tokens_keeps_its_template_and_stop_token(tmp_path, ca
 @pytest.mark.parametrize(("rank", "family"), [(0, {}), (16, MODERN_RUN)], ids=["all", "modern_lora"])
 def test_text_is_learned(run, store, tmp_path, capsys, rank, family):
     run = trained(store, tmp_path / "run", **BIGGER, **QUICK, **family) if family else run
-    data, model = tmp_path / "new.jsonl", tmp_path / "model"
-    data.write_text((json.dumps({"text": "They are not at it."}) + "\n") * 400)
+    data, model = write_records(tmp_path / "new.jsonl", [{"text": "They are not at it."}] * 400), tmp_path / "model"
     tune(finetune_text, run, data, model, "--lora_rank", str(rank), *SMALL_STEPS)
     measured = table(capsys.readouterr().out)
     assert list(measured) == ["loss", ORIGINAL]
@@ -363,18 +352,14 @@ def test_two_processes_train_like_one_with_twice_the_batch_here_without_replay(r
 
 
 def test_chats_longer_than_the_context_are_cut_or_refused(run, tmp_path, capsys):
-    def chat(asked: str, answered: str) -> str:
-        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-        return json.dumps({"messages": messages}) + "\n"
-
     (folder := tmp_path / "folder").mkdir()
     chats_file(folder / "a.jsonl", each=2)
-    (data := folder / "b.jsonl").write_text(6 * chat("Who?", prose(1, 100)))
+    data = write_records(folder / "b.jsonl", [chat("Who?", prose(1, 100))] * 6)
     (folder / "README.md").write_text("not a chat")
     tune(finetune_chat, run, folder, tmp_path / "out")
     output = capsys.readouterr().out
     assert "5 of 11 chats are shorter than the context of 48 tokens; 6 are cut to it, and 0, whose answers" in output
-    data.write_text("".join(chat(prose(i, 100), "They are.") for i in range(4)))
+    write_records(data, [chat(prose(i, 100), "They are.") for i in range(4)])
     sentence = "assistant's turns of all chats start after the context of 48"
     assert_refused(sentence, finetune_chat, run, data, tmp_path / "other")
 
@@ -394,9 +379,8 @@ def test_chats_longer_than_the_context_are_cut_or_refused(run, tmp_path, capsys)
     ],
 )
 def test_a_wrong_line_is_named(run, tmp_path, recipe, line, expected):
-    data = chats_file(tmp_path / "lines.jsonl")
-    chat = json.loads(data.read_text().splitlines()[0])
-    data.write_text(f"{json.dumps(chat | pair())}\n{line}\n")
+    data = tmp_path / "lines.jsonl"
+    data.write_text(f"{json.dumps(chat('0 Who is he?', 'He is not at it.') | pair())}\n{line}\n")
     assert_refused(f"lines.jsonl, line 2 {expected}", recipe, run, data, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -427,10 +411,10 @@ def test_wrong_options_and_input_are_refused(run, tmp_path):
     assert_user_error("contains 'é', which is not among this model's 3", finetune_text.windows, ["abcé"], letters, 2)
 
 
-@pytest.mark.parametrize(
-    ("missing", "recipe"), [("trl", finetune_chat), ("trl", finetune_preferences), ("peft", finetune_text)]
-)
-def test_a_missing_package_is_reported_with_the_install_command(run, tmp_path, monkeypatch, missing, recipe):
-    monkeypatch.setitem(sys.modules, missing, None)  # as if it were not installed
-    sentence = rf"needs {missing}: run pip install -e '\.\[finetuning\]'"
-    assert_refused(sentence, recipe, run, chats_file(tmp_path / "chats.jsonl"), tmp_path / "out")
+def test_a_missing_package_is_reported_with_the_install_command(run, tmp_path, monkeypatch):
+    data = chats_file(tmp_path / "chats.jsonl")
+    for missing, recipe in (("trl", finetune_chat), ("trl", finetune_preferences), ("peft", finetune_text)):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, missing, None)  # as if it were not installed
+            sentence = rf"needs {missing}: run pip install -e '\.\[finetuning\]'"
+            assert_refused(sentence, recipe, run, data, tmp_path / "out")
