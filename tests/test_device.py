@@ -4,7 +4,6 @@ import re
 import socket
 import sys
 import warnings
-from functools import partial
 
 import psutil
 import pytest
@@ -67,22 +66,20 @@ def test_bf16_residual_changes_the_residual_stream_but_not_the_weights(bf16_resi
 
 @pytest.mark.parametrize(("choice", "compiles"), [("auto", True), ("False", False)])
 def test_the_setup_of_another_device_follows_its_datasheet_and_the_flags(store, choice, compiles):
-    options = {"data": store.folder, "plan_device": "t4-16gb", "torch_compile": choice}
-    setup = setup_of(read_config(["--plan", *flags(**options)]))
+    setup = setup_of(read_config(["--plan", *flags(data=store.folder, plan_device="t4-16gb", torch_compile=choice)]))
     assert (setup.mixed_precision, setup.torch_compile) == ("fp16", compiles)
     assert (setup.sharding, setup.mask_documents) == (None, False)
 
 
-@pytest.mark.parametrize("device", [{}, {"plan_device": "t4-16gb"}])
-def test_settings_that_no_device_has_are_refused_also_for_another_device(store, device):
+def test_settings_that_no_device_has_are_refused_also_for_another_device(store):
     wrong = {"torch_compile_mode": "max-autotun", "attn_implementation": "flash_attn", "torch_compile": "yess"}
     wrong |= {"bf16_residual": "true", "mixed_precision": "no"}
-    config = read_config(["--plan", *flags(data=store.folder, **device, **wrong)])
-    problems = error_of(setup_of, config).splitlines()
-    assert [line.split()[0] for line in problems] == [
-        *("torch_compile_mode", "torch_compile", "bf16_residual", "attn_implementation")
-    ]
-    assert problems[1] == "torch_compile is 'yess'; it must be true, false or auto."
+    names = ["torch_compile_mode", "torch_compile", "bf16_residual", "attn_implementation"]
+    for device in (None, "t4-16gb"):
+        config = read_config(["--plan", *flags(data=store.folder, plan_device=device, **wrong)])
+        problems = error_of(setup_of, config).splitlines()
+        assert [line.split()[0] for line in problems] == names
+        assert problems[1] == "torch_compile is 'yess'; it must be true, false or auto."
 
 
 def test_the_setup_of_another_device_has_the_shards_of_the_launcher_and_the_mask(store, monkeypatch):
@@ -94,9 +91,8 @@ def test_the_setup_of_another_device_has_the_shards_of_the_launcher_and_the_mask
 
 def test_gradient_checkpointing_is_enabled_on_request_without_a_warning():
     for choice in (False, True):
-        setup = Setup("no", False, "sdpa", (), gradient_checkpointing=choice)
         with warnings.catch_warnings(action="error"):
-            model = build_model(CONFIG, setup, 0)
+            model = build_model(CONFIG, Setup("no", False, "sdpa", (), gradient_checkpointing=choice), 0)
         assert model.is_gradient_checkpointing is choice
 
 
@@ -120,12 +116,10 @@ def test_a_gpu_that_torch_does_not_use_is_named_with_the_remedy(tmp_path, monkey
     assert all(re.search(cause, note) for note in notes)
 
 
-@pytest.mark.parametrize(
-    ("dropout", "mask_documents", "kernel"), [(0.0, False, "flash"), (0.0, True, "flash"), (0.1, False, "math")]
-)
-def test_attention_kernel_is_the_one_that_pytorch_reports(dropout, mask_documents, kernel):
-    setup = Setup("bf16", True, "sdpa", (), mask_documents=mask_documents)
-    assert kernel_of_sdpa(torch.device("cpu"), setup, 16, 8, dropout) == kernel
+def test_attention_kernel_is_the_one_that_pytorch_reports():
+    for dropout, mask_documents, kernel in ((0.0, False, "flash"), (0.0, True, "flash"), (0.1, False, "math")):
+        setup = Setup("bf16", True, "sdpa", (), mask_documents=mask_documents)
+        assert kernel_of_sdpa(torch.device("cpu"), setup, 16, 8, dropout) == kernel
 
 
 def test_the_interface_that_reaches_a_machine_is_found():
@@ -167,13 +161,11 @@ def test_threads_spin_only_shortly_unless_the_user_chose(launch):
     assert [launch("-c", code, **environment).stdout.strip() for environment in chosen] == ["1000", "None", "7"]
 
 
-@pytest.mark.parametrize(
-    ("total", "used", "is_reported"), [(4e9, 0.5e9, False), (4e9, 1.1e9, True), (80e9, 7e9, False), (80e9, 9e9, True)]
-)
-def test_memory_of_cuda_itself_is_not_that_of_other_processes(monkeypatch, total, used, is_reported):
-    for name, value in {"is_available": True, "mem_get_info": (total - used, total), "memory_reserved": 0}.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    assert bool(memory_of_others()) is is_reported
+def test_memory_of_cuda_itself_is_not_that_of_other_processes(monkeypatch):
+    for total, used, is_reported in ((4e9, 0.5e9, False), (4e9, 1.1e9, True), (80e9, 7e9, False), (80e9, 9e9, True)):
+        for name, value in {"is_available": True, "mem_get_info": (total - used, total), "memory_reserved": 0}.items():
+            monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+        assert bool(memory_of_others()) is is_reported
 
 
 @pytest.mark.parametrize(("choice", "visible"), [("True", "-1"), ("1", "-1"), ("False", "0"), (None, "0")])
@@ -183,14 +175,10 @@ def test_a_gpu_is_not_used_if_the_launcher_is_asked_for_the_cpu(launch, choice, 
     assert launch("-c", code, **asked).stdout.strip() == repr(visible)
 
 
-CHILD = (
-    "import os, training.runtime.threads, training.runtime.launcher as e; print(os.environ['OMP_NUM_THREADS'], "
-    "e.is_alone_by_mistake())"
-)
-LAUNCHER = (
-    f"import json, os, subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}, *sys.argv[2:]], "
-    "env=os.environ | json.loads(sys.argv[1]))"
-)
+CHILD = "import os, training.runtime.threads, training.runtime.launcher as e; "
+CHILD += "print(os.environ['OMP_NUM_THREADS'], e.is_alone_by_mistake())"
+LAUNCHER = f"import json, os, subprocess, sys; child = [sys.executable, '-c', {CHILD!r}, *sys.argv[2:]]; "
+LAUNCHER += "subprocess.run(child, env=os.environ | json.loads(sys.argv[1]))"
 UNASKED = {"OMP_NUM_THREADS": "1", "ACCELERATE_DYNAMO_MODE": "default"}  # exported by the launcher by default
 
 
@@ -214,33 +202,24 @@ def test_settings_of_the_user_are_distinguished_from_those_of_the_launcher(launc
     assert result.stdout.split() == [str(threads or cores), str(is_alone)], result.stderr
 
 
-@pytest.mark.parametrize(
-    ("built_for", "capability", "expectation"),
-    [
-        (["sm_75", "sm_80", "sm_90", "sm_120"], (7, 0), False),  # V100 with the build for CUDA 13
-        (["sm_75", "sm_80", "sm_90", "sm_120"], (8, 9), True),  # L4: binaries of the same major version
-        (["sm_75", "sm_80", "sm_90", "sm_120"], (10, 0), False),
-        (["sm_80", "compute_90"], (10, 0), True),  # compiled on load
-        (["sm_90a", "sm_100f"], (9, 0), True),
-    ],
-)
-def test_gpu_supports_binaries_of_its_major_version_and_any_earlier_compute_target(built_for, capability, expectation):
-    assert has_kernels(built_for, capability) == expectation
+def test_gpu_supports_binaries_of_its_major_version_and_any_earlier_compute_target():
+    built_for = ["sm_75", "sm_80", "sm_90", "sm_120"]
+    assert has_kernels(built_for, (7, 0)) is False  # V100 with the build for CUDA 13
+    assert has_kernels(built_for, (8, 9)) is True  # L4: binaries of the same major version
+    assert has_kernels(built_for, (10, 0)) is False
+    assert has_kernels(["sm_80", "compute_90"], (10, 0)) is True  # compiled on load
+    assert has_kernels(["sm_90a", "sm_100f"], (9, 0)) is True
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        *(partial(decide, DeviceArguments(torch_compile="false"), 16), partial(generate.main, [])),
-        *(partial(evaluate.main, ["x"]), partial(demo.show, ["x"], None, False)),
-    ],
-)
-def test_a_gpu_without_kernels_is_refused_by_every_command_that_would_use_it(monkeypatch, command):
+def test_a_gpu_without_kernels_is_refused_by_every_command_that_would_use_it(monkeypatch):
     facts = {"is_available": True, "get_device_name": "Tesla V100", "get_device_capability": (7, 0)}
     for name, value in (facts | {"get_arch_list": ["sm_75", "sm_90"], "is_bf16_supported": False}).items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value, **__: value)
     sentence = r"no kernels for Tesla V100 \(compute capability 7\.0\): install .* or put CUDA_VISIBLE_DEVICES= before"
-    assert_user_error(sentence, command)
+    assert_user_error(sentence, decide, DeviceArguments(torch_compile="false"), 16)
+    assert_user_error(sentence, generate.main, [])
+    assert_user_error(sentence, evaluate.main, ["x"])
+    assert_user_error(sentence, demo.show, ["x"], None, False)
 
 
 @torch._inductor.config.patch("cpp.cxx", (None, "g++"))
@@ -259,9 +238,6 @@ def test_compilation_stays_off_without_a_compiler_and_python_headers(monkeypatch
     assert not decide(DeviceArguments(torch_compile="false"), 64).notes
 
 
-@pytest.mark.parametrize(
-    ("context", "mask_documents", "cudnn"),
-    [(64, True, False), (192, True, False), (128, True, True), (64, False, True)],
-)
-def test_cudnn_is_not_used_if_its_gradients_can_be_nan(context, mask_documents, cudnn):
-    assert decide(DeviceArguments(torch_compile="false"), context, mask_documents).cudnn_attention == cudnn
+def test_cudnn_is_not_used_if_its_gradients_can_be_nan():
+    for context, mask_documents, cudnn in ((64, True, False), (192, True, False), (128, True, True), (64, False, True)):
+        assert decide(DeviceArguments(torch_compile="false"), context, mask_documents).cudnn_attention == cudnn
