@@ -2,6 +2,7 @@
 
 import re
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -79,13 +80,11 @@ def test_plan_for_a_large_text_uses_a_sample_and_deletes_it(tmp_path, capsys, mo
     settings = {"vocab_size": 300, "sample_by": "line", "plan_steps": 2, "data_placement": "mmap"}
     output = planned(text, tmp_path, capsys, **settings)
     line = r"Data:    .*/text, memory-mapped: about (\d+,\d+) tokens, estimated from 0 of 0 MB, like"
-    about = re.search(line, output)
-    assert int(about[1].replace(",", "")) == pytest.approx(181_612, rel=0.02)
+    assert int(re.search(line, output)[1].replace(",", "")) == pytest.approx(181_612, rel=0.02)
     assert re.search(r"\n +tokenizing everything before the first step should take about \d+:\d\d\n", output)
     assert "s/step (measured over" in output
     assert list((tmp_path / "temporary").iterdir()) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["temporary", "text"]
-
     for n_bytes in (1_000_000, 100_000):  # the text is now small enough to be tokenized; then the store exists
         monkeypatch.setattr("tokenizer.build.estimate.LARGE_BYTES", n_bytes)
         assert ": 181,612 tokens, " in planned(text, tmp_path, capsys, **settings)
@@ -155,39 +154,32 @@ def test_measured_peak_memory_matches_the_run(store, tmp_path, capsys):
 def test_time_and_cost_of_a_resumed_run_are_those_of_the_steps_left(store, finished, tmp_path, capsys, monkeypatch):
     speed = Throughput(64.0, "one step per second", startup=0.0)
     monkeypatch.setattr("training.budget.forecast.measure_speed", lambda *arguments: speed)
-    settings = {"max_steps": 24, "hourly_price": 3600}
-    whole, resumed = (
-        planned(store, tmp_path, capsys, resume_from_checkpoint=source, **settings) for source in (None, finished)
-    )
+    plan = partial(planned, store, tmp_path, capsys, max_steps=24, hourly_price=3600)
+    whole, resumed = (plan(resume_from_checkpoint=source) for source in (None, finished))
     dollars = [float(re.search(r"Cost: +([\d.]+) dollars", output)[1]) for output in (whole, resumed)]
     assert dollars[1] == pytest.approx(0.75 * dollars[0], abs=0.01)
     assert " for the 18 steps left at 64 tokens/s" in resumed
     assert "left" not in whole.split("Disk")[0]
 
 
-DROPOUT = {"embd_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1}
+TIED = {"tie_word_embeddings": "true", "activation_function": "gelu_new", "resid_pdrop": 0.1}
+ROTARY = {"activation_function": "relu2", "rope_theta": 100, "normalization": "rms_norm"}
+ROTARY |= dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.1)
 
 
 @pytest.mark.parametrize(
     ("settings", "variant"),
     [
         ({}, "untied head, exact GELU, dropout 0"),
-        (
-            {"tie_word_embeddings": "true", "activation_function": "gelu_new", "resid_pdrop": 0.1},
-            "tied head, tanh GELU, dropout 0 (embeddings), 0 (attention), 0.1 (blocks)",
-        ),
-        (
-            {"activation_function": "relu2", "rope_theta": 100, "normalization": "rms_norm"} | DROPOUT,
-            "untied head, squared ReLU, rotary positions, RMSNorm, dropout 0.1",
-        ),
+        (TIED, "tied head, tanh GELU, dropout 0 (embeddings), 0 (attention), 0.1 (blocks)"),
+        (ROTARY, "untied head, squared ReLU, rotary positions, RMSNorm, dropout 0.1"),
     ],
 )
 def test_plan_prints_the_model_variant(store, tmp_path, capsys, settings, variant):
     (tmp_path / "own.yaml").write_text("n_layer: 2\n")  # and none of the quickstart's settings
     settings = {"n_layer": None, "tie_word_embeddings": None, "config": tmp_path / "own.yaml", **settings}
-    output = planned(store, tmp_path, capsys, plan_steps=0, **settings)
     size = " parameters" if variant.startswith("tied") else " of them in matrix products"
-    assert f"{size}\n         {variant}\n" in output
+    assert f"{size}\n         {variant}\n" in planned(store, tmp_path, capsys, plan_steps=0, **settings)
 
 
 @pytest.mark.parametrize("preset", sorted((REPOSITORY / "presets").glob("*.yaml")), ids=lambda path: path.stem)
@@ -225,7 +217,7 @@ def test_problems_of_every_kind_are_reported_together(store, tmp_path, monkeypat
 
 def test_problems_are_reported_before_a_text_is_tokenized(tmp_path, capsys):
     (tmp_path / "my.txt").write_text(prose(1))
-    settings = {**TINY, "data": tmp_path / "my.txt", "output_dir": tmp_path / "run"}
+    settings = TINY | {"data": tmp_path / "my.txt", "output_dir": tmp_path / "run"}
     settings |= {"learning_rate": -1, "vocab_size": 10}
     for planned in ({}, {"plan": "true"}, {"plan": "true", "plan_device": "t4-16gb", "mixed_precision": "bf16"}):
         reset_accelerate()
@@ -260,51 +252,39 @@ def test_advice_is_possible_on_the_device(store, tmp_path, capsys, monkeypatch):
 @pytest.mark.skipif(bool(compilation._missing_to_compile()), reason="needs a C++ compiler")
 def test_a_short_run_on_a_cpu_is_not_compiled_by_default(store, tmp_path, capsys):
     note = "torch.compile is off: for so few steps, compiling would take longer than it saves."
-    for steps, choice, compiles in (
-        (6, "auto", False),
-        (10**8, "auto", True),
-        (6, "true", True),
-        (10**8, "false", False),
-    ):
-        output = planned(store, tmp_path, capsys, max_steps=steps, torch_compile=choice, plan_steps=0)
+    long = 10**8
+    for steps, flag, compiles in ((6, "auto", False), (long, "auto", True), (6, "true", True), (long, "false", False)):
+        output = planned(store, tmp_path, capsys, max_steps=steps, torch_compile=flag, plan_steps=0)
         assert (", compiled, " in output) is compiles
-        assert (note in output) is (choice == "auto" and not compiles)
-        assert ("torch_compile is off; " in output) is (choice == "false")
+        assert (note in output) is (flag == "auto" and not compiles)
+        assert ("torch_compile is off; " in output) is (flag == "false")
 
 
-@pytest.mark.parametrize(
-    ("strategy", "every", "sequences", "times"),
-    [
-        *(("steps", 3, 2, 4), ("steps", 5, 2, 2), ("steps", 100, 2, 1)),
-        ("epoch", 1, 2, 3),
-        ("epoch", 1, 5, 6),
-        ("no", 1, 2, 1),
-    ],
-)
-def test_times_due_matches_the_run(strategy, every, sequences, times):
+def test_times_due_matches_the_run():
     """10 steps of 2 sequences over 8 windows are two and a half epochs, and of 5 six and a quarter, of which the last
     step ends the sixth."""
-    batches, order = BatchPlan(16, sequences, 1, 1), WindowOrder(16 * 9 + 1, 16, seed=0)
-    plan = Plan(None, batches, order, 10, None, None, 0, DataPosition())
+    order = WindowOrder(16 * 9 + 1, 16, seed=0)
     assert order.windows == 8
-    assert sum(plan.is_due(strategy, every, step) for step in range(1, 11)) == times
-    assert times_due(plan, strategy, every) == times
+    cases = [("steps", 3, 2, 4), ("steps", 5, 2, 2), ("steps", 100, 2, 1)]
+    for strategy, every, sequences, times in [*cases, ("epoch", 1, 2, 3), ("epoch", 1, 5, 6), ("no", 1, 2, 1)]:
+        plan = Plan(None, BatchPlan(16, sequences, 1, 1), order, 10, None, None, 0, DataPosition())
+        assert sum(plan.is_due(strategy, every, step) for step in range(1, 11)) == times
+        assert times_due(plan, strategy, every) == times
 
 
 def test_a_changed_batch_trains_the_tokens_that_are_left():
     """Of 8 windows of 16 tokens, 4 steps of 1 window are done."""
-    batches, position = BatchPlan(16, 2, 1, 1), DataPosition(step=4, tokens=64, sample=4)
-    for length, steps in (({"num_train_epochs": 1.0}, 6), ({"max_train_tokens": 256}, 10), ({"max_steps": 5}, 5)):
-        assert steps_of(LengthArguments(**length), batches, 8, position) == steps
-    assert steps_of(LengthArguments(num_train_epochs=1.0), batches, 8, DataPosition(step=2, tokens=64, sample=4)) == 4
+    batches, epoch = BatchPlan(16, 2, 1, 1), LengthArguments(num_train_epochs=1.0)
+    for length, steps in ((epoch, 6), (LengthArguments(max_train_tokens=256), 10), (LengthArguments(max_steps=5), 5)):
+        assert steps_of(length, batches, 8, DataPosition(step=4, tokens=64, sample=4)) == steps
+    assert steps_of(epoch, batches, 8, DataPosition(step=2, tokens=64, sample=4)) == 4
     # Two steps on another text, then two more on this one, of which a rollback skipped the samples 1 and 2.
-    assert steps_of(LengthArguments(num_train_epochs=1.0), batches, 8, DataPosition(step=2, tokens=64)) == 6
-    at = DataPosition(step=3, tokens=96, sample=4, passed_over=((1, 3),))
-    assert steps_of(LengthArguments(num_train_epochs=1.0), batches, 8, at) == 6
+    assert steps_of(epoch, batches, 8, DataPosition(step=2, tokens=64)) == 6
+    assert steps_of(epoch, batches, 8, DataPosition(step=3, tokens=96, sample=4, passed_over=((1, 3),))) == 6
 
 
 def test_the_model_of_a_depth_is_not_checked_with_the_quickstarts_width(tmp_path):
-    (tmp_path / "text.txt").write_text("words")
-    read_config(flags(data=tmp_path / "text.txt", depth=12, n_head=12), check)
-    (tmp_path / "budget.yaml").write_text("budget: 10m\nmax_steps: 50\nadam_epsilon: 1.0e-9\n")
-    assert not read_config(flags(data=tmp_path / "text.txt", config=tmp_path / "budget.yaml")).is_resolved
+    (text := tmp_path / "text.txt").write_text("words")
+    read_config(flags(data=text, depth=12, n_head=12), check)
+    (budget := tmp_path / "budget.yaml").write_text("budget: 10m\nmax_steps: 50\nadam_epsilon: 1.0e-9\n")
+    assert not read_config(flags(data=text, config=budget)).is_resolved
