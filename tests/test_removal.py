@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import train_accelerate
 from common.atomic import unfinished_path, write_atomic
 from common.removal import MARK, discard, is_marked, mark, renew
-from conftest import REPOSITORY, TINY, assert_user_error, contents, flags, flip
+from conftest import REPOSITORY, TINY, append, assert_user_error, checkpoint_of, contents, flags, flip
 from publishing import gguf_file
 from publishing.demo import assemble_space
 from tokenizer.build.recipe import Recipe
@@ -22,9 +23,10 @@ from training.checkpoints.loading import find_model
 from training.checkpoints.run_folder import RunFolder, may_hold_run
 from training.step.model import ModelArguments
 
+STATUS = ("status.json", "events.jsonl")
 THEIRS = ("config.yaml", "report.md", "model/model.safetensors", "checkpoints/epoch-3/model.safetensors")
-THEIRS += ("hub/README.md", "evaluation/results.csv", "lm_eval/results_1.json", "profile/me.txt")
-THEIRS += ("status.json", "events.jsonl")
+THEIRS += ("hub/README.md", "evaluation/results.csv", "lm_eval/results_1.json", "profile/me.txt", *STATUS)
+NO_RUNS = [THEIRS, THEIRS[:1], (".git/config",), STATUS, ("checkpoints/step_00000003/manifest.json",)]
 
 
 def write(folder: Path, *names: str) -> dict[str, bytes]:
@@ -41,9 +43,7 @@ def refuse(folder: Path, sentence: str, function: Callable, *arguments, **settin
     assert contents(folder) == original
 
 
-@pytest.mark.parametrize(
-    "names", [THEIRS, THEIRS[:1], (".git/config",), THEIRS[-2:], ("checkpoints/step_00000003/manifest.json",)]
-)
+@pytest.mark.parametrize("names", NO_RUNS)
 def test_a_folder_that_is_not_a_run_is_refused_and_unchanged(train, tmp_path, names):
     write(tmp_path, "file", *(f"p/{name}" for name in names))
     sentence = "p exists and is not a run folder; use another --output_dir"
@@ -67,15 +67,13 @@ def test_overwriting_a_run_keeps_the_files_that_no_run_wrote(train, finished_cop
     for name in user_files:
         remains = re.sub("^(model|checkpoints|evaluation|lm_eval)/", r"replaced.kept/\1/", name)
         assert files[remains] == content[name]
-    assert (
-        f"Files in {run} that no run wrote, or that are in use, were moved to {run}/replaced.kept."
-        in capsys.readouterr().out
-    )
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003"]
+    sentence = f"Files in {run} that no run wrote, or that are in use, were moved to {run}/replaced.kept."
+    assert sentence in capsys.readouterr().out
+    assert [*(run / "checkpoints").iterdir()] == [checkpoint_of(run, 3)]
 
 
 def test_a_planted_link_is_neither_followed_nor_kept(finished_copy, train, tmp_path):
-    run, thesis = finished_copy, tmp_path / "thesis.md"
+    run, events, thesis = finished_copy, finished_copy / "events.jsonl", tmp_path / "thesis.md"
     original = write(tmp_path, "thesis.md")["thesis.md"]
     for name in ("status.json.tmp", "new/.gpt2scratch.json.tmp"):
         (run / name).parent.mkdir(exist_ok=True)
@@ -83,12 +81,12 @@ def test_a_planted_link_is_neither_followed_nor_kept(finished_copy, train, tmp_p
     write_atomic(run / "status.json", "{}")
     mark(run / "new", "run")
     assert is_marked(run / "new", "run")
-    (run / "events.jsonl").unlink()
-    (run / "events.jsonl").symlink_to(thesis)
+    events.unlink()
+    events.symlink_to(thesis)
     assert_user_error(r"events\.jsonl is a link, through which the run would write elsewhere", train, run, max_steps=7)
     assert thesis.read_bytes() == original
-    (run / "events.jsonl").unlink()
-    (run / "config.yaml").write_text((run / "config.yaml").read_text() + "overwrite_output_dir: true\n")
+    events.unlink()
+    append(run / "config.yaml", "overwrite_output_dir: true\n")
     resumes = ["--resume_from_checkpoint", str(run), "--max_steps", "7"]
     assert_user_error(r"config\.yaml sets overwrite_output_dir, which only a comm", train_accelerate.main, resumes)
 
@@ -124,12 +122,10 @@ def test_a_run_is_not_replaced_if_the_new_one_cannot_start(train, store, finishe
         settings = {"init_from": source, "data": data, **defaults, **options}
         refuse(run, sentence, train, run, "--overwrite_output_dir", **settings)
 
-    for source in (run, run / "model", run / "checkpoints" / "step_00000003", tmp_path / "link"):
+    for source in (run, run / "model", checkpoint_of(run, 3), tmp_path / "link"):
         refuse_run("^init_from .* is in .*run, which --overwrite_output_dir replaces; use another --output_dir", source)
-    options = {"tokenizer": run / "model", "resume_from_checkpoint": run}
-    refuse_run(
-        "data .* is in .*\ntokenizer .* is in .*\nresume_from_checkpoint .* is in", None, run / "mine", **options
-    )
+    sentence = "data .* is in .*\ntokenizer .* is in .*\nresume_from_checkpoint .* is in"
+    refuse_run(sentence, None, run / "mine", tokenizer=run / "model", resume_from_checkpoint=run)
     for damage in (Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1000]), spoil):
         broken = shutil.copytree(finished / "model", tmp_path / "broken", dirs_exist_ok=True)
         damage(broken / "model.safetensors")
@@ -167,35 +163,34 @@ def test_a_replaced_run_is_kept_until_the_first_checkpoint(train, store, finishe
 
 
 def test_pruning_keeps_the_files_that_no_run_wrote(train, a_copy):
-    run = a_copy
-    (run / "checkpoints" / "step_00000003" / "eval.json").write_text("mine")
-    (run / "model" / "notes.md").write_text("mine")
-    train(None, "--resume_from_checkpoint", str(run), "--save_total_limit", "1", max_steps=9)
-    assert not (run / "checkpoints" / "step_00000003").exists()
-    assert (run / "checkpoints" / "step_00000003.kept" / "eval.json").read_text() == "mine"
-    assert [path.name for path in (run / "model.kept").iterdir()] == ["notes.md"]
+    first = checkpoint_of(a_copy, 3)
+    (first / "eval.json").write_text("mine")
+    (a_copy / "model" / "notes.md").write_text("mine")
+    train(None, resume_from_checkpoint=a_copy, save_total_limit=1, max_steps=9)
+    assert not first.exists()
+    assert (first.with_suffix(".kept") / "eval.json").read_text() == "mine"
+    assert [path.name for path in (a_copy / "model.kept").iterdir()] == ["notes.md"]
 
 
 @pytest.mark.parametrize("remainder", ["checkpoints", "status"])
 def test_an_old_run_without_a_mark_is_recognized_and_marked_on_resume(train, a_copy, remainder):
-    run = a_copy
-    (run / MARK).unlink()
+    (a_copy / MARK).unlink()
     if remainder == "checkpoints":
-        (run / "status.json").unlink()
-        (run / "events.jsonl").unlink()
-        train(None, "--resume_from_checkpoint", str(run), max_steps=6)
+        for name in STATUS:
+            (a_copy / name).unlink()
+        train(None, resume_from_checkpoint=a_copy, max_steps=6)
     else:  # killed before its first checkpoint
-        shutil.rmtree(run / "checkpoints")
-        shutil.rmtree(run / "model")
-        train(run, max_steps=3)
-    assert is_marked(run, "run")
+        for name in ("checkpoints", "model"):
+            shutil.rmtree(a_copy / name)
+        train(a_copy, max_steps=3)
+    assert is_marked(a_copy, "run")
 
 
 def test_a_model_without_its_checkpoints_is_not_replaced(train, run, a_copy):
     shutil.rmtree(a_copy / "checkpoints")
-    for options in ((), ("--seed", "3"), ("--resume_from_checkpoint", str(run), "--eval_strategy", "no")):
-        sentence = "tiny contains a model, but no checkpoint that this command can resume"
-        refuse(a_copy, sentence, train, a_copy, *options, max_steps=3)
+    sentence = "tiny contains a model, but no checkpoint that this command can resume"
+    for options in ({}, {"seed": 3}, {"resume_from_checkpoint": run, "eval_strategy": "no"}):
+        refuse(a_copy, sentence, train, a_copy, **options, max_steps=3)
     train(a_copy, "--overwrite_output_dir", max_steps=3)
     (a_copy / "config.yaml").unlink()
     assert_user_error(r"tiny has no config.yaml; restore it from a backup", train, a_copy, max_steps=3)
@@ -203,8 +198,8 @@ def test_a_model_without_its_checkpoints_is_not_replaced(train, run, a_copy):
 
 def test_a_folder_with_another_name_is_not_a_checkpoint(train, a_copy):
     run = a_copy
-    shutil.copytree(run / "checkpoints" / "step_00000003", run / "checkpoints" / "step_9")
-    train(None, "--resume_from_checkpoint", str(run), max_steps=6)
+    shutil.copytree(checkpoint_of(run, 3), run / "checkpoints" / "step_9")
+    train(None, resume_from_checkpoint=run, max_steps=6)
     assert RunFolder(run).newest_step() == 6
     shutil.copytree(run / "model", run / "checkpoints" / "my_step_00000003" / "model")
     copies = {name: data for name, data in contents(run / "checkpoints").items() if not name.startswith("step_0")}
@@ -215,11 +210,11 @@ def test_a_folder_with_another_name_is_not_a_checkpoint(train, a_copy):
 def test_a_space_folder_keeps_other_files(tmp_path):
     pytest.importorskip("gradio")
     write(tmp_path / "demo", "app.py")
-    sentence = "demo exists and was not written by this command"
-    refuse(tmp_path, sentence, assemble_space, ["me/tiny"], tmp_path / "demo", "Demo")
-    space = assemble_space(["me/tiny"], tmp_path / "space", "Demo")
+    sentence, assemble = "demo exists and was not written by this command", partial(assemble_space, ["me/tiny"])
+    refuse(tmp_path, sentence, assemble, tmp_path / "demo", "Demo")
+    space = assemble(tmp_path / "space", "Demo")
     (space / "mine.txt").write_text("mine")
-    assert assemble_space(["me/tiny"], space, "Demo") == space
+    assert assemble(space, "Demo") == space
     assert (tmp_path / "space.kept" / "mine.txt").read_text() == "mine"
 
 
@@ -233,23 +228,23 @@ def test_an_unfinished_folder_keeps_other_files(tmp_path):
 @pytest.mark.parametrize("names", [("parts/mine.txt", "store/thesis/a.txt"), ("plan.json",)])
 def test_pretokenizing_replaces_no_other_files(tmp_path, names):
     write(tmp_path / "text", "a.txt", "b.txt")
-    write(tmp_path / ".store.unfinished", *names)
+    unfinished, store, disk = (tmp_path / name for name in (".store.unfinished", "store", "disk"))
+    write(unfinished, *names)
     recipe = Recipe([str(tmp_path / "text")], CorpusArguments(validation_fraction=0.5))
     sentence = r"\.store\.unfinished(/plan\.json is damaged| exists and was not written by)"
-    refuse(tmp_path / ".store.unfinished", sentence, pretokenize, recipe, tmp_path / "store")
-    shutil.rmtree(tmp_path / ".store.unfinished")
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "store").symlink_to(tmp_path / "disk")
-    assert pretokenize(recipe, tmp_path / "store").folder == tmp_path / "disk"
+    refuse(unfinished, sentence, pretokenize, recipe, store)
+    shutil.rmtree(unfinished)
+    disk.mkdir()
+    store.symlink_to(disk)
+    assert pretokenize(recipe, store).folder == disk
     original = write(tmp_path / ".disk.unfinished", *names)
-    pretokenize(recipe, tmp_path / "store")
+    pretokenize(recipe, store)
     assert contents(tmp_path / ".disk.unfinished") == original
-    (tmp_path / "store" / "inputs.json").write_text("{")
-    assert_user_error(r"inputs\.json is missing or damaged \(Expecting", pretokenize, recipe, tmp_path / "store")
+    (store / "inputs.json").write_text("{")
+    assert_user_error(r"inputs\.json is missing or damaged \(Expecting", pretokenize, recipe, store)
 
 
 def test_discard_deletes_only_known_files_and_follows_no_link(tmp_path):
-    (tmp_path / "elsewhere").mkdir()
     write(tmp_path / "elsewhere", "a.bin")
     for _ in range(2):
         write(tmp_path / "x", "a.bin", "sub/a.bin", ".DS_Store", "sub/.tmpBLcpas")
@@ -258,7 +253,6 @@ def test_discard_deletes_only_known_files_and_follows_no_link(tmp_path):
     assert remains == tmp_path / "x.kept.1"
     assert [path.name for path in remains.iterdir()] == ["link"]
     assert (tmp_path / "elsewhere" / "a.bin").exists()
-
     write(tmp_path / "x", "a.bin", ".nfs0001")  # NFS keeps a deleted file that a process reads
     assert discard(tmp_path / "x", ("a.bin",)) == tmp_path / "x.kept.2"
     (tmp_path / "linked").symlink_to(tmp_path / "elsewhere")
@@ -269,17 +263,16 @@ def test_discard_deletes_only_known_files_and_follows_no_link(tmp_path):
 
 def test_a_mark_that_could_not_be_written_is_no_file_of_a_user(tmp_path):
     """As on a full drive: the file was created, but has no content."""
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / ".gpt2scratch.json.tmp").touch()
-    assert may_hold_run(RunFolder(tmp_path / "run"))
-    (tmp_path / "run" / "notes.tmp").touch()
-    assert not may_hold_run(RunFolder(tmp_path / "run"))
+    (run := tmp_path / "run").mkdir()
+    for name, is_ours in ((".gpt2scratch.json.tmp", True), ("notes.tmp", False)):
+        (run / name).touch()
+        assert may_hold_run(RunFolder(run)) is is_ours
 
 
-@pytest.mark.parametrize("name", ["run", "run[1]"])
-def test_a_folder_with_only_its_lock_may_hold_a_run(tmp_path, name):
-    write(tmp_path / name, f".{name}.lock")
-    assert may_hold_run(RunFolder(tmp_path / name))
+def test_a_folder_with_only_its_lock_may_hold_a_run(tmp_path):
+    for name in ("run", "run[1]"):
+        write(tmp_path / name, f".{name}.lock")
+        assert may_hold_run(RunFolder(tmp_path / name))
 
 
 def test_a_killed_removal_is_completed(tmp_path):
