@@ -66,8 +66,6 @@ FAMILIES = {"gpt2": {}, "modern": MODERN, "rope": ROPE}
 UNCOMPILED = [(*each, False) for each in itertools.product(FAMILIES, ("sdpa", "eager"), (False, True))]
 COMPILED = [("gpt2", "sdpa", True), ("modern", "sdpa", True), ("gpt2", "eager", False), ("modern", "eager", False)]
 COMPILED = [(*each, True) for each in (*COMPILED, ("rope", "sdpa", False))]
-
-
 WITH_DROPOUT = [("gpt2", "sdpa", False, False), ("modern", "eager", True, False), ("gpt2", "sdpa", False, True)]
 
 
@@ -80,8 +78,7 @@ def test_estimated_activations_match_the_bytes_kept_for_the_backward_pass(
 ):
     """With so many rows that weights in half precision and tables of positions, which are also kept, do not count."""
     shape = {"vocab_size": 64, "n_positions": 64, "n_embd": 64, "n_layer": 1 if compiles else 2, "n_head": 2}
-    shape["n_inner"] = 512 if attention == "sdpa" else None
-    shape["attn_pdrop"] = dropout
+    shape |= {"n_inner": 512 if attention == "sdpa" else None, "attn_pdrop": dropout}
     config = GPT2ScratchConfig(**shape, **FAMILIES[family])
     memory = Memory(config, Setup("bf16" if is_half else "no", compiles, attention, ()), on_gpu=False)
     count = kept_for_backward(config, attention, is_half, compiles, rows=64)
@@ -100,10 +97,8 @@ def test_estimated_activations_include_the_mask_of_documents(is_half, compiles):
 def test_tanh_gelu_keeps_as_many_bytes_as_exact_gelu():
     """Transformers' own gelu_new keeps three more tensors of the MLP's width: 7.5 MB here, 4.4 MB with one kernel."""
     shape = {"vocab_size": 64, "n_positions": 64, "n_embd": 64, "n_layer": 4, "n_head": 2}
-    exact, tanh = (
-        kept_for_backward(GPT2ScratchConfig(**shape, activation_function=name), "sdpa", False, False, rows=4)
-        for name in ("gelu", "gelu_new")
-    )
+    configs = (GPT2ScratchConfig(**shape, activation_function=name) for name in ("gelu", "gelu_new"))
+    exact, tanh = (kept_for_backward(config, "sdpa", False, False, rows=4) for config in configs)
     assert tanh == exact
 
 
@@ -156,39 +151,37 @@ PEAKS_IN_MUONS_STEP = [(12, 768, 1, 64, 65, True, False, False, 1.55), (12, 768,
 
 
 @pytest.mark.parametrize(
-    ("fields", "optimizer", "counts"),
-    [({}, "adamw", peak) for peak in PEAKS]
-    + [(MODERN, "adamw", peak) for peak in PEAKS_OF_MODERN]
-    + [(MODERN, "muon", peak) for peak in PEAKS_IN_MUONS_STEP],
+    ("fields", "optimizer", "peaks"),
+    [({}, "adamw", PEAKS), (MODERN, "adamw", PEAKS_OF_MODERN), (MODERN, "muon", PEAKS_IN_MUONS_STEP)],
 )
-def test_estimated_gpu_peak_is_within_ten_percent(fields, optimizer, counts):
-    layers, width, rows, context, vocabulary, is_half, checkpoints, compiles, peak = counts
-    shape = {"n_layer": layers, "n_embd": width, "n_head": 4, "n_positions": context, "vocab_size": vocabulary}
-    config = GPT2ScratchConfig(**shape, **fields, tie_word_embeddings=False)
-    setup = Setup("bf16" if is_half else "no", compiles, "sdpa", (), gradient_checkpointing=checkpoints)
-    memory = Memory(config, setup, on_gpu=True, optimizer=optimizer)
-    assert memory.total(rows) / 1e9 == pytest.approx(peak, rel=0.1)
+def test_estimated_gpu_peak_is_within_ten_percent(fields, optimizer, peaks):
+    for layers, width, rows, context, vocabulary, is_half, checkpoints, compiles, peak in peaks:
+        shape = {"n_layer": layers, "n_embd": width, "n_head": 4, "n_positions": context, "vocab_size": vocabulary}
+        config = GPT2ScratchConfig(**shape, **fields, tie_word_embeddings=False)
+        setup = Setup("bf16" if is_half else "no", compiles, "sdpa", (), gradient_checkpointing=checkpoints)
+        assert Memory(config, setup, on_gpu=True, optimizer=optimizer).total(rows) / 1e9 == pytest.approx(peak, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("controller", "files"),
-    [
-        ("", ("memory.max", "memory.current", "")),
-        ("memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")),
-    ],
-)
-def test_free_memory_is_at_most_that_of_every_control_group(monkeypatch, tmp_path, controller, files):
-    """As in a Slurm job: the limit is on the group of the job, and the process is in a group of its step."""
-    (tmp_path / "membership").write_text(f"3:cpu:/other\n1:{controller}:/job/step\n")
-    (tmp_path / controller / "job" / "step").mkdir(parents=True)
-    for group, limit, usage in (("job", 4 * GIB, 3 * GIB), ("job/step", "max", 2 * GIB)):
-        for name, value in zip(files, (limit, usage), strict=False):
-            (tmp_path / controller / group / name).write_text(f"{value}\n")
-        (tmp_path / controller / group / "memory.stat").write_text(
-            f"anon 1\n{files[2]}inactive_file {GIB // 2}\n{files[2]}active_file {GIB // 2}\n"
-        )
+@pytest.fixture
+def membership(monkeypatch, tmp_path):
+    """File with the control groups of the process, which are folders of `tmp_path`."""
     monkeypatch.setattr(machine, "MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path)
+    return tmp_path / "membership"
+
+
+OLD = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+
+@pytest.mark.parametrize(("controller", "files"), [("", ("memory.max", "memory.current", "")), ("memory", OLD)])
+def test_free_memory_is_at_most_that_of_every_control_group(monkeypatch, membership, tmp_path, controller, files):
+    """As in a Slurm job: the limit is on the group of the job, and the process is in a group of its step."""
+    membership.write_text(f"3:cpu:/other\n1:{controller}:/job/step\n")
+    (tmp_path / controller / "job" / "step").mkdir(parents=True)
+    stat = f"anon 1\n{files[2]}inactive_file {GIB // 2}\n{files[2]}active_file {GIB // 2}"
+    for group, limit, usage in (("job", 4 * GIB, 3 * GIB), ("job/step", "max", 2 * GIB)):
+        for name, value in zip((*files[:2], "memory.stat"), (limit, usage, stat), strict=True):
+            (tmp_path / controller / group / name).write_text(f"{value}\n")
     assert [*machine.memory_limits()] == [(4 * GIB, 2 * GIB)]
     assert machine.free_memory() == 2 * GIB
     monkeypatch.setattr(machine, "MEMBERSHIP", tmp_path / "absent")
@@ -223,15 +216,13 @@ def test_efficiency_cores_of_a_mac_do_not_count(monkeypatch, tmp_path):
         ("cpu,cpuacct", {"cpu.cfs_quota_us": "250000", "cpu.cfs_period_us": "100000", "job/cpu.cfs_quota_us": "-1"}),
     ],
 )
-def test_cores_are_at_most_those_of_a_container(monkeypatch, tmp_path, controller, limits):
+def test_cores_are_at_most_those_of_a_container(monkeypatch, membership, tmp_path, controller, limits):
     (tmp_path / controller / "job").mkdir(parents=True)
     for name, value in limits.items():
         (tmp_path / controller / name).write_text(value + "\n")
-    (tmp_path / "membership").write_text(f"1:{controller}:/job\n")
-    monkeypatch.setattr(machine, "MEMBERSHIP", tmp_path / "membership")
-    monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path)
+    membership.write_text(f"1:{controller}:/job\n")
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: range(64))
     monkeypatch.setattr(machine.psutil, "cpu_count", lambda logical: 64 if logical else 32)
     assert [machine.cores(logical) for logical in (True, False)] == [3, 3]
-    (tmp_path / "membership").write_text("")
+    membership.write_text("")
     assert [machine.cores(logical) for logical in (True, False)] == [64, 32]
