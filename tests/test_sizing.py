@@ -1,7 +1,7 @@
 """Tests of --budget and --depth: the rules, the choice, its verdict, and runs that end at their budget."""
 
-import json
 import math
+import os
 import re
 import shutil
 import time
@@ -16,7 +16,7 @@ import train_accelerate
 from benchmarks import results
 from benchmarks import scaling as benchmark
 from common.settings_file import read_yaml
-from conftest import TWO_PROCESSES, assert_user_error, flags, lines, reset_accelerate
+from conftest import TWO_PROCESSES, assert_user_error, flags, lines, metrics, reset_accelerate
 from tokenizer.store.store import TokenStore
 from training.budget import scaling
 from training.budget.earlier import EarlierRun
@@ -29,6 +29,7 @@ from training.runtime.device import Setup
 from training.runtime.price import BudgetArguments, price_in_log, price_of
 
 CPU = SimpleNamespace(num_processes=1, is_main_process=True, device=SimpleNamespace(type="cpu"))
+COMPILED = Setup("bf16", True, "sdpa", ())
 
 
 def test_rules_match_their_sources():
@@ -36,8 +37,7 @@ def test_rules_match_their_sources():
     assert scaling.effective(1e6, 1e6) == 1e6
     assert scaling.effective(4e6, 1e6) == pytest.approx(3.726e6, rel=1e-3)  # 1 + 15.4 (1 - exp(-3 / 15.4))
     assert scaling.adam_rate(192) == pytest.approx(3.6e-3)
-    record_36 = scaling.weight_decay("muon", 0.02, 2**19, 1.704e9)  # of modded-nanogpt
-    assert record_36 == pytest.approx(0.05, rel=0.01)
+    assert scaling.weight_decay("muon", 0.02, 2**19, 1.704e9) == pytest.approx(0.05, rel=0.01)  # modded-nanogpt, 36
     assert scaling.expected_loss("gpt2", 124e6, 2.5e9) == pytest.approx((3.3165, 3.3694), abs=1e-4)
     assert scaling.expected_loss("gpt2", 1e6, 2.5e9) is None
     assert scaling.expected_loss("modern", 86.5e6, 4e5) is None  # the fit would give more than a uniform guess
@@ -47,12 +47,10 @@ def test_rules_match_their_sources():
     assert min(losses) == losses[1]
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("90m", 5400), ("1.5h", 5400), ("2d", 172_800), ("120units", 54_000), ("1.6usd", 7200)]
-)
-def test_budgets_are_converted_to_time(text, seconds):
+def test_budgets_are_converted_to_time():
     price = price_of("", "a100-40gb", None, 1)
-    assert price.seconds(BudgetArguments(text).amount) == pytest.approx(seconds)
+    for text, seconds in {"90m": 5400, "1.5h": 5400, "2d": 172_800, "120units": 54_000, "1.6usd": 7200}.items():
+        assert price.seconds(BudgetArguments(text).amount) == pytest.approx(seconds)
 
 
 def test_the_verdict_has_the_numbers_of_budget_and_need(monkeypatch):
@@ -99,7 +97,7 @@ def resolved(store, arguments: list[str], tokens: float, **metadata: int) -> tup
     """Return the configuration and the choice for a text of `tokens` tokens."""
     copy = TokenStore(store.folder)
     copy.metadata = replace(copy.metadata, train=replace(copy.metadata.train, tokens=int(tokens)), **metadata)
-    return resolve(read_config(arguments), CPU, Setup("bf16", True, "sdpa", ()), [copy, copy])
+    return resolve(read_config(arguments), CPU, COMPILED, [copy, copy])
 
 
 def choice(store, arguments: str, tokens: float, **metadata: int) -> SimpleNamespace:
@@ -162,51 +160,38 @@ def test_a_budget_for_a_pretrained_model_has_the_same_rate_from_flags_and_files(
     assert_user_error(sentence, choice, store, " ".join(flags(**settings, min_learning_rate=0.01)), 1e8)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "size"),
-    [
-        ("--depth 12", 8192),
-        ("--budget 2m", 2048),
-        ("--budget 1h", 4096),
-        ("--budget 10h --plan --plan_device h100-80gb", 16_384),
-        ("--budget 10h --plan --plan_device h100-80gb --n_layer 4", 4096),
-        ("--depth 12 --vocab_size 500", 500),
-        ("--depth 12 --tokenizer_type character", None),
-        ("--budget 10h --config presets/nano.yaml", 4096),
-        ("--budget 10h --config MINE", None),
-        ("--max_steps 5", 2048),
-    ],
-)
-def test_a_new_tokenizer_has_the_size_for_the_model(tmp_path, arguments, size):
+def chosen_size(arguments: list[str]) -> int | None:
+    return with_vocabulary(read_config(arguments), CPU, COMPILED).vocabulary.vocab_size
+
+
+def test_a_new_tokenizer_has_the_size_for_the_model(tmp_path):
     """The text has 200 MB, and is not read. A file with a model, but without a size, leaves the usual one."""
-    mine = tmp_path / "mine.yaml"
-    mine.write_text("n_layer: 12\n")
-    text = tmp_path / "text.txt"
-    with text.open("wb") as file:
-        file.truncate(200_000_000)
-    settings = flags(data=text, output_dir=tmp_path / "run") + arguments.replace("MINE", str(mine)).split()
-    assert with_vocabulary(read_config(settings), CPU, Setup("bf16", True, "sdpa", ())).vocabulary.vocab_size == size
+    (mine := tmp_path / "mine.yaml").write_text("n_layer: 12\n")
+    (text := tmp_path / "text.txt").touch()
+    os.truncate(text, 200_000_000)
+    h100 = "--budget 10h --plan --plan_device h100-80gb"
+    sizes = {"--max_steps 5": 2048, "--budget 2m": 2048, "--budget 1h": 4096, h100: 16_384, f"{h100} --n_layer 4": 4096}
+    sizes |= {"--depth 12": 8192, "--depth 12 --vocab_size 500": 500, "--depth 12 --tokenizer_type character": None}
+    sizes |= {"--budget 10h --config presets/nano.yaml": 4096, f"--budget 10h --config {mine}": None}
+    for arguments, size in sizes.items():
+        assert chosen_size([*flags(data=text, output_dir=tmp_path / "run"), *arguments.split()]) == size, arguments
 
 
 def test_the_vocabulary_of_a_budget_stays_that_of_its_run(store, finished_copy):
     """Also if another version, or a given size, chose it. A command that the folder refuses builds no other store."""
-    text = store.folder.parent / "text0.txt"
-    arguments = ["--data", str(text), "--output_dir", str(finished_copy), "--budget", "5m"]
+    arguments = flags(data=store.folder.parent / "text0.txt", output_dir=finished_copy, budget="5m")
     (finished_copy / "config.yaml").write_text(dump_config(read_config([*arguments, "--vocab_size", "300"])))
     for more, size in {"": 300, "--budget 6m": 300, "--overwrite_output_dir": 2048}.items():
-        config = read_config([*(arguments[:-2] if "budget" in more else arguments), *more.split()])
-        assert with_vocabulary(config, CPU, Setup("bf16", True, "sdpa", ())).vocabulary.vocab_size == size
+        assert chosen_size([*(arguments[:-2] if "budget" in more else arguments), *more.split()]) == size
 
 
 def test_a_run_keeps_its_choice_from_its_first_checkpoint_on(store, finished_copy, tmp_path, monkeypatch):
     """Without one, the machine may be another one. Of folder and backup, the newer one has the choice, except after a
     restart: the backup may have a run that was replaced."""
-    folder = tmp_path / "x"
-    shutil.copytree(finished_copy, folder)
-    arguments = ["--data", str(store.folder), "--output_dir", str(folder), "--budget", "1e15flops"]
-    arguments += ["--backup_dir", str(tmp_path / "drive")]
+    folder, drive = finished_copy, tmp_path / "drive"
+    arguments = flags(data=store.folder, output_dir=folder, budget="1e15flops", backup_dir=drive)
     (folder / "config.yaml").write_text(dump_config(read_config(arguments)).replace("n_layer: 2", "n_layer: 7"))
-    shutil.copytree(folder, tmp_path / "drive" / "x")
+    shutil.copytree(folder, drive / folder.name)
     (folder / "config.yaml").write_text(dump_config(read_config(arguments)).replace("n_layer: 2", "n_layer: 9"))
 
     def layers() -> int:
@@ -218,7 +203,7 @@ def test_a_run_keeps_its_choice_from_its_first_checkpoint_on(store, finished_cop
     with monkeypatch.context() as restarting:
         restarting.setenv(restart.FACTS, '{"has_begun": true}')
         assert layers() == 9
-    shutil.rmtree(tmp_path / "drive")
+    shutil.rmtree(drive)
     assert layers() == choice(store, "--budget 1e15flops", 1e8).option.model.n_layer < 7
 
 
@@ -279,7 +264,7 @@ def test_the_text_limits_a_resumed_run_of_one_layer_as_before(store, monkeypatch
 def test_a_larger_text_or_one_without_a_circuit_is_repeated_more(store):
     preset = choice(store, "--config presets/gpt2.yaml --budget 1e20flops", 1e7).option  # its length is a limit, too
     assert preset.epochs <= 8
-    without = (("--family gpt2", 1e6, 8), ("--induction_init false", 1e6, 8))
+    without = [(f"--{option}", 1e6, 8) for option in ("family gpt2", "induction_init false")]
     for more, tokens, epochs in (("", 1e6, 4), ("", 1.1e6, 8), *without):
         option = choice(store, f"--budget 1e18flops {more}", tokens, vocab_size=2048).option
         assert option.most_tokens == epochs * tokens
@@ -304,44 +289,43 @@ def test_the_default_length_is_for_the_default_text(store):
 def test_only_a_given_batch_is_divided_among_processes_before_the_choice(store, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     arguments = ["--data", str(store.folder), "--budget", "3h"]
-    sentence = "per_device_train_batch_size is 'x'; it must be"
-    assert_user_error(sentence, read_config, [*arguments, "--per_device_train_batch_size", "x"], check)
+    wrong = [*arguments, "--per_device_train_batch_size", "x"]
+    assert_user_error("per_device_train_batch_size is 'x'; it must be", read_config, wrong, check)
     assert read_config(arguments, check).budget.chooses
     assert_user_error("not a multiple of 768", read_config, [*arguments, "--tokens_per_step", "4096"], check)
 
 
 def test_given_settings_are_kept(store, tmp_path):
-    choices = choice(store, "--depth 12", 1e10)
-    assert (choices.option.model.n_layer, choices.option.model.n_head) == (12, 6)
-    assert choices.option.tokens == pytest.approx(10.5 * choices.option.parameters, rel=0.01)
-    config = choice(store, "--budget 1e15flops --n_layer 3 --learning_rate 0.01 --max_steps 50", 1e8).config
-    assert (config.model.n_layer, config.optim.learning_rate, config.length.max_steps) == (3, 0.01, 50)
-    model = choice(store, "--budget 1e15flops --depth 8 --n_embd 384 --n_head 6", 1e8).config.model
-    assert (model.n_embd, model.initializer_range) == (384, round(0.577 / math.sqrt(384), 4))
-    assert choice(store, "--budget 1e15flops --n_embd 48", 1e8).config.model.n_layer == 1
-    model = choice(store, "--budget 1e15flops --n_layer 6 --n_embd 256", 1e8).config.model
-    assert (model.n_head, model.n_embd) == (4, 256)
-    for width, shape in {250: (1, None), 384: (3, 0.12)}.items():  # heads of an even size, near to 64 or 128
-        model = choice(store, f"--depth 12 --n_embd {width}", 1e10).config.model
-        assert (model.n_head, model.attention_scale) == shape
-    assert choice(store, "--depth 12 --n_head 12", 1e10).config.model.attention_scale is None
+    option = choice(store, "--depth 12", 1e10).option
+    assert (option.model.n_layer, option.model.n_head) == (12, 6)
+    assert option.tokens == pytest.approx(10.5 * option.parameters, rel=0.01)
     sentence = "One step of 4,194,304 tokens is more than the whole run"
     assert_user_error(sentence, choice, store, "--depth 1 --tokens_per_step 4194304", 1e9)
-    choices = choice(store, "--config presets/gpt2.yaml --budget 2e18flops", 1e10)
-    assert (choices.option.family, choices.config.batch.tokens_per_step) == ("gpt2", 524_288)
-    assert (choices.config.model.n_embd, choices.config.model.normalization) == (768, "layer_norm")
-    for size in ("--n_layer 6", "--n_layer 6 --n_head 6 --n_embd 384"):
-        choices = choice(store, f"--config presets/gpt2.yaml {size} --budget 2e18flops", 1e10)
-        assert (choices.option.family, choices.config.model.n_layer) == ("gpt2", 6)
-        assert (choices.config.model.normalization, choices.config.optim.optimizer) == ("layer_norm", "adamw")
+    gpt2, flops = "--config presets/gpt2.yaml --budget 2e18flops", "--budget 1e15flops"
+    three = {"n_layer": 3, "learning_rate": 0.01, "max_steps": 50}
+    six = {"n_layer": 6, "normalization": "layer_norm", "optimizer": "adamw"}
+    for arguments, tokens, expected in (
+        (f"{flops} --n_layer 3 --learning_rate 0.01 --max_steps 50", 1e8, three),
+        (f"{flops} --depth 8 --n_embd 384 --n_head 6", 1e8, {"n_embd": 384, "initializer_range": 0.0294}),
+        (f"{flops} --n_embd 48", 1e8, {"n_layer": 1}),
+        (f"{flops} --n_layer 6 --n_embd 256", 1e8, {"n_head": 4, "n_embd": 256}),
+        ("--depth 12 --n_embd 250", 1e10, {"n_head": 1, "attention_scale": None}),  # heads of an even size,
+        ("--depth 12 --n_embd 384", 1e10, {"n_head": 3, "attention_scale": 0.12}),  # near to 64 or 128
+        ("--depth 12 --n_head 12", 1e10, {"attention_scale": None}),
+        (gpt2, 1e10, {"tokens_per_step": 524_288, "n_embd": 768, "normalization": "layer_norm"}),
+        *((f"{gpt2} {size}", 1e10, six) for size in ("--n_layer 6", "--n_layer 6 --n_head 6 --n_embd 384")),
+    ):
+        choices = choice(store, arguments, tokens)
+        assert {name: value for name, value in choices.config.flat().items() if name in expected} == expected
+        assert choices.option.family == ("gpt2" if gpt2 in arguments else "modern")
 
 
 def test_the_plan_for_the_a100_of_the_training_report(store):
     """12 layers, width 768, 109.5M parameters in products, 3 epochs of 2.8 billion tokens: 6 x 109.5M + 28.3M = 685M
     FLOPs per token; 32% of 312 TFLOP/s are 145,665 tokens/s, so 8.4 billion tokens take 16.0 hours, or 128 units at 8
     units per hour."""
-    arguments = "--config presets/gpt2_small_seed.yaml --plan --plan_device a100-40gb --budget 120units"
-    sizing = choice(store, f"{arguments} --num_train_epochs 3", 2.8e9, vocab_size=32_000).sizing
+    length = "--plan --plan_device a100-40gb --budget 120units --num_train_epochs 3"
+    sizing = choice(store, f"--config presets/gpt2_small_seed.yaml {length}", 2.8e9, vocab_size=32_000).sizing
     assert sizing.verdict.startswith("120 units available, 128 needed: NOT sufficient, 7% too little")
     assert sizing.option.tokens == pytest.approx(8.4e9 * 120 / 128.3, rel=0.01)  # shortened to the budget
 
@@ -362,19 +346,17 @@ def test_the_plan_prints_a_choice_that_can_be_planned_and_runs(store, tmp_path, 
     output = capsys.readouterr().out
     assert "Choice:  modern family, 1 layer of width 64" in output
     assert re.search(r"\| twice \| 1 \| 64 \|", output)
-    path = tmp_path / "chosen.yaml"
-    path.write_text(output.split("--config:\n")[1], encoding="utf-8")
+    (path := tmp_path / "chosen.yaml").write_text(output.split("--config:\n")[1], encoding="utf-8")
     assert yaml.safe_load(path.read_text())["optimizer"] == "muon"
     train_accelerate.main(["--config", str(path), "--plan", "--plan_steps", "0"])
     assert "The choice as YAML" in capsys.readouterr().out
     reset_accelerate()
     train_accelerate.main(["--config", str(path), "--output_dir", str(tmp_path / "run")])
-    assert lines(tmp_path / "run" / "metrics.jsonl")[-1]["step"] == read_yaml(path)["max_steps"]
+    assert metrics(tmp_path / "run")[-1]["step"] == read_yaml(path)["max_steps"]
 
 
 BUDGET = {"n_layer": 2, "tokens_per_step": 256, "n_positions": 64, "torch_compile": "false"}
 BUDGET |= {"mixed_precision": "no", "sample_tokens": 0, "max_train_tokens": 100_000}
-MORE = ([], ["--max_steps", "9999"], ["--max_nonfinite_steps", "50"])  # flags of a resume
 
 
 @pytest.mark.parametrize(("launcher", "budget"), [((), "20s"), (TWO_PROCESSES, "40s")])
@@ -385,15 +367,15 @@ def test_a_run_with_a_budget_fixes_its_length_once(launch, store, tmp_path, caps
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("This number is now final.") == 1
     [correction] = [event for event in lines(run / "events.jsonl") if event["event"] == "paced"]
-    steps, content = lines(run / "metrics.jsonl")[-1]["step"], (run / "config.yaml").read_bytes()
-    assert read_yaml(run / "config.yaml")["max_steps"] == correction["max_steps"] == steps
-    assert correction["step"] < steps
-    arguments_of_resume = ["--resume_from_checkpoint", str(run)]
-    assert all(read_config([*arguments_of_resume, *more]).is_resolved for more in MORE)
+    steps, content = metrics(run)[-1]["step"], (run / "config.yaml").read_bytes()
+    assert read_yaml(run / "config.yaml")["max_steps"] == correction["max_steps"] == steps > correction["step"]
+    resume = ["--resume_from_checkpoint", str(run)]
+    for more in ([], ["--max_steps", "9999"], ["--max_nonfinite_steps", "50"]):
+        assert read_config([*resume, *more]).is_resolved
+    assert not read_config([*resume, "--budget", "2h"]).is_resolved
     for length in (["--max_steps", "9999"], ["--num_train_epochs", "99"]):
-        config = resolve(read_config([*arguments_of_resume, *length]), CPU, Setup("no", False, "sdpa", ()))[0]
+        config = resolve(read_config([*resume, *length]), CPU, Setup("no", False, "sdpa", ()))[0]
         assert (config.length.max_steps, config.length.num_train_epochs) in ((9999, None), (None, 99))
-    assert not read_config([*arguments_of_resume, "--budget", "2h"]).is_resolved
     train_accelerate.main(arguments)
     assert f"{run} is finished" in capsys.readouterr().out
     assert (run / "config.yaml").read_bytes() == content
@@ -406,9 +388,8 @@ def test_a_run_with_a_budget_fixes_its_length_once(launch, store, tmp_path, caps
 
 def test_a_restart_counts_from_the_first_step_not_from_the_text(monkeypatch):
     """The process of a restart is the one before, which tokenized the text."""
-    now = datetime.now(UTC)
-    events = [("begun", 50), ("restarted", 20), ("resumed", 15)]
-    events = [{"event": name, "time": (now - timedelta(seconds=ago)).isoformat()} for name, ago in events]
+    now, ages = datetime.now(UTC), {"begun": 50, "restarted": 20, "resumed": 15}
+    events = [{"event": name, "time": (now - timedelta(seconds=age)).isoformat()} for name, age in ages.items()]
     monkeypatch.setenv("GPT2SCRATCH_RESTART", '{"has_begun": true}')
     assert EarlierRun({}, events, 0).seconds_spent() == pytest.approx(45, abs=1)
 
@@ -460,8 +441,8 @@ def test_the_length_is_final_before_the_rates_fall(store, monkeypatch):
         assert (budgeted.run.plan.max_steps, budgeted.config.length.max_steps) == (end, end)
         words = f"Budget:  the run has {end:,} steps, by the measured speed. This number is now final."
         assert sentences == [words, final]
-        ends = min(500, round(0.6 * end)), min(500, round(0.6 * end))  # of second targets
-        assert (budgeted.config.optim.second_target_steps, state.settings.get("second_target_steps", 500)) == ends
+        second = min(500, round(0.6 * end))
+        assert budgeted.config.optim.second_target_steps == state.settings.get("second_target_steps", 500) == second
         assert len(lengths) == max(0, len(measured) - 4)
 
 
@@ -488,8 +469,8 @@ def test_the_choice_is_the_best_measured_size_of_each_budget(store, family):
 
 
 def test_one_layer_which_has_no_circuit_is_chosen_where_it_is_the_best_measured_size(store):
-    lines = (results.RESULTS / "sizes-with-circuit-cpu.jsonl").read_text(encoding="utf-8").splitlines()
-    runs = [run for run in map(json.loads, lines) if (run["text"], run["flops"]) == ("python-standard-library", 2e12)]
+    measured = lines(results.RESULTS / "sizes-with-circuit-cpu.jsonl")
+    runs = [run for run in measured if (run["text"], run["flops"]) == ("python-standard-library", 2e12)]
     best = min(runs, key=lambda run: run["eval_bits_per_byte"])
     option = choice(store, "--budget 2e12flops", 2_593_258, vocab_size=2048).option
     assert option.model.n_layer == best["n_layer"] == 1
