@@ -23,23 +23,14 @@ SCRIPTS = [
 ]
 
 
-def cleaned(text: str, *stages: str) -> str | None:
-    return Cleaner(list(stages))(text)
-
-
 ANY = [CODE, *SCRIPTS, "👩‍👩‍👧 ❤️ 1️⃣", "don’t — “so” …", ""]
 
 
-@pytest.mark.parametrize(
-    ("stage", "text"),
-    [
-        *((stage, text) for stage in ("none", "normalize", "lenient", "balanced") for text in ANY),
-        *(("strict", text) for text in SCRIPTS),
-    ],
-)
-def test_cleaning_keeps_clean_text_of_any_script_and_code(stage, text):
+@pytest.mark.parametrize("stage", ["none", "normalize", "lenient", "balanced", "strict"])
+def test_cleaning_keeps_clean_text_of_any_script_and_code(stage):
     cleaner = Cleaner([stage])
-    assert cleaner(text) == text
+    for text in SCRIPTS if stage == "strict" else ANY:
+        assert cleaner(text) == text
     assert cleaner.stats == {}
 
 
@@ -91,8 +82,8 @@ CASES = {
 
 @pytest.mark.parametrize(("stages", "text", "expected"), [(s, *case) for s, cases in CASES.items() for case in cases])
 def test_stage_converts_text_and_keeps_converted_text(stages, text, expected):
-    assert cleaned(text, *stages.split()) == expected
-    assert cleaned(expected, *stages.split()) == expected
+    cleaner = Cleaner(stages.split())
+    assert cleaner(text) == cleaner(expected) == expected
 
 
 def words(count: int, start: int = 0) -> list[str]:
@@ -123,8 +114,8 @@ def twice(n: int, count: int) -> str:
 
 
 TWO_LETTERS = [a + b for a in "abcdefgh" for b in "ijklmnop"]
+MOST = {5: 30, 6: 23, 7: 18, 8: 15, 9: 12, 10: 10}  # repeated sequences that pass, by their words
 HAN = "".join(map(chr, range(0x4E00, 0x4E40)))
-YES = ["Yes."]
 PAIRS = ["\n".join(lines(2, 20 * i)) for i in range(6)]  # paragraphs of two lines
 MARKED = {mark: [word + mark * (i < 10) for i, word in enumerate(words(100))] for mark in ("#", "...", "…")}
 # Each filter with a document that just passes and one that just fails.
@@ -142,16 +133,13 @@ QUALITY = [
     ("unended_lines", "\n".join(lines(25, ended=3)).replace(".", ".\u200f"), "\n".join(lines(25, ended=2))),
     ("unended_lines", "\n".join(lines(25, ended=3)).replace(".", ". \u061c"), "\n".join(lines(25, ended=2))),
     ("letters", line([*map(str, range(100, 120)), *words(80)]), line([*map(str, range(100, 121)), *words(80)])),
-    ("repeated_paragraphs", "\n\n".join(PAIRS + 4 * YES), "\n\n".join(PAIRS + 5 * YES)),
-    ("repeated_lines", "\n".join(lines(6) + 4 * YES), "\n".join(lines(6) + 5 * YES)),
+    ("repeated_paragraphs", "\n\n".join(PAIRS + 4 * ["Yes."]), "\n\n".join(PAIRS + 5 * ["Yes."])),
+    ("repeated_lines", "\n".join(lines(6) + 4 * ["Yes."]), "\n".join(lines(6) + 5 * ["Yes."])),
     ("in_repeated_lines", "\n".join(lines(9) + lines(1)), "\n".join(lines(8) + lines(1))),
     ("top_2_words", often(2, 10), often(2, 11)),
     ("top_3_words", often(3, 6), often(3, 7)),
     ("top_4_words", often(4, 4), often(4, 5)),
-    *(
-        (f"repeated_{n}_words", twice(n, most), twice(n, most + 1))
-        for n, most in zip(range(5, 11), (30, 23, 18, 15, 12, 10), strict=True)
-    ),
+    *((f"repeated_{n}_words", twice(n, most), twice(n, most + 1)) for n, most in MOST.items()),
 ]
 
 
@@ -166,9 +154,7 @@ def test_quality_filter_drops_documents_just_beyond_its_threshold(rule, good, ba
 
 def test_stages_are_applied_in_their_order_not_in_that_of_the_command():
     page = "\n".join(f"<p>{line}</p>" for line in lines(12))
-    cleaned = Cleaner(["balanced", "quality"])(page)
-    assert cleaned is not None
-    assert Cleaner(["quality", "balanced"])(page) == cleaned
+    assert Cleaner(["quality", "balanced"])(page) == Cleaner(["balanced", "quality"])(page) is not None
 
 
 def test_every_quality_filter_is_tested():
@@ -201,7 +187,7 @@ def test_cleaning_time_is_not_quadratic(stage):
     for part in BAD:
         for text in (part * (100_000 // len(part)), "<a http://a&" + part * (100_000 // len(part)) + "-->1</script>"):
             start = time.process_time()
-            cleaned(text, stage)
+            Cleaner([stage])(text)
             assert time.process_time() - start < 3, part  # a quadratic search would take minutes
 
 
@@ -221,9 +207,7 @@ def test_statistics_of_parts_add_up():
     assert len(whole) > 30
     assert max(len(outcome.examples) for outcome in whole.values()) == 3
     for i in range(0, len(documents) + 1, 3):
-        both = merged(stats(documents[:i]), stats(documents[i:]))
-        assert both == whole
-        assert list(both) == list(whole)
+        assert [*merged(stats(documents[:i]), stats(documents[i:])).items()] == [*whole.items()]
 
 
 def test_statistics_have_counts_and_examples():
@@ -240,16 +224,9 @@ def test_statistics_have_counts_and_examples():
     assert all(len(example) <= 160 for example in ends.examples)
 
 
-@pytest.mark.parametrize(
-    ("stages", "expected"),
-    [
-        (["normalize", "normalize"], "cleaning is normalize normalize; give none alone, or normalize, one of "),
-        *((names, f"cleaning is {' '.join(names)}; give") for names in (["none", "quality"], ["lenient", "strict"])),
-        ([], "cleaning is empty; give none alone"),
-    ],
-)
-def test_invalid_stages_are_reported_in_sentences(stages, expected):
-    [sentence] = problems(CleaningArguments(stages))
-    assert sentence.startswith(expected)
+def test_invalid_stages_are_reported_in_sentences():
+    for stages in ("normalize normalize", "none quality", "lenient strict", ""):
+        [sentence] = problems(CleaningArguments(stages.split()))
+        assert sentence.startswith(f"cleaning is {stages or 'empty'}; give none alone, or normalize, one of ")
     assert CleaningArguments().cleaning == ["normalize"]
     assert not any(problems(CleaningArguments(stages)) for stages in (["normalize", "balanced", "quality"], ["none"]))
