@@ -60,10 +60,8 @@ def test_metadata_describes_the_store(tmp_path):
     store = make(tmp_path / "text", *texts, fraction=0.2)
     found = documents(store, "train") + documents(store, "val")
     assert Counter(found) == Counter(text + "<|endoftext|>" for text in texts)
-    assert sorted(path.name for path in store.folder.iterdir()) == [
-        *("inputs.json", "metadata.json", "report.md", "tokenizer"),
-        *("train.bin", "train.bin.index", "val.bin", "val.bin.index"),
-    ]
+    files = "inputs.json metadata.json report.md tokenizer train.bin train.bin.index val.bin val.bin.index"
+    assert sorted(path.name for path in store.folder.iterdir()) == files.split()
     metadata = json.loads((store.folder / "metadata.json").read_text(encoding="utf-8"))
     assert metadata["format_version"] == 2
     assert (metadata["dtype"], metadata["vocab_size"], metadata["eos_token_id"]) == ("uint16", 300, 0)
@@ -85,17 +83,14 @@ def test_metadata_describes_the_store(tmp_path):
     assert metadata["train"]["bytes"] + metadata["val"]["bytes"] == len("".join(texts).encode())
 
 
-@pytest.mark.parametrize(
-    ("text", "settings"),
-    [
-        ("My title\n" + "a word or two and then more of it " * 100, {}),  # the cut is not after the title
-        ("🙂" * 1000, {"vocab_size": 258, "fraction": 0.0123}),  # no cut within a character
-    ],
-)
-def test_long_lines_are_cut_between_characters(tmp_path, text, settings):
-    store = make(tmp_path / "text", text, **settings)
-    assert "".join(documents(store, "train") + documents(store, "val")) == text + "<|endoftext|>"
-    assert 0 < store.metadata.val.bytes < len(text.encode()) / 10
+def test_long_lines_are_cut_between_characters(tmp_path):
+    for name, text, settings in (
+        ("words", "My title\n" + "a word or two and then more of it " * 100, {}),  # the cut is not after the title
+        ("emoji", "🙂" * 1000, {"vocab_size": 258, "fraction": 0.0123}),  # no cut within a character
+    ):
+        store = make(tmp_path / name, text, **settings)
+        assert "".join(documents(store, "train") + documents(store, "val")) == text + "<|endoftext|>"
+        assert 0 < store.metadata.val.bytes < len(text.encode()) / 10
 
 
 def test_a_name_that_begins_like_the_home_of_an_unknown_user_is_a_file(tmp_path, monkeypatch):
@@ -105,14 +100,12 @@ def test_a_name_that_begins_like_the_home_of_an_unknown_user_is_a_file(tmp_path,
     assert tokenized(Path("~notes.txt"), tmp_path / "store", vocab_size=300).metadata.counts["documents"] == 1
 
 
-CHARACTER = {"tokenizer_type": "character", "vocab_size": None}
-
-
-@pytest.mark.parametrize("settings", [{}, CHARACTER], ids=["bpe", "character"])
-def test_text_too_short_to_split_is_refused(tmp_path, settings):
-    assert_one_sentence("too short", make, tmp_path / "text", "a", **settings)
-    assert not TokenStore.is_store(tmp_path / "text-store")
-    store = make(tmp_path / "three", "abc", **CHARACTER)  # one token to predict
+def test_text_too_short_to_split_is_refused(tmp_path):
+    character = {"tokenizer_type": "character", "vocab_size": None}
+    for settings in ({}, character):
+        assert_one_sentence("too short", make, tmp_path / "text", "a", **settings)
+        assert not TokenStore.is_store(tmp_path / "text-store")
+    store = make(tmp_path / "three", "abc", **character)  # one token to predict
     assert (documents(store, "train"), documents(store, "val")) == (["a"], ["bc"])
 
 
@@ -122,9 +115,8 @@ def finished(tmp_path):
 
 
 def test_keys_that_older_versions_refuse_are_written_only_with_a_value(finished):
-    assert (
-        not {"validation_splits", "licenses", "commits"} & json.loads((finished / "metadata.json").read_text()).keys()
-    )
+    keys = json.loads((finished / "metadata.json").read_text()).keys()
+    assert not {"validation_splits", "licenses", "commits"} & keys
 
 
 def shorten(path: Path, n_bytes: int) -> None:
@@ -161,11 +153,11 @@ def test_damaged_stores_are_refused_with_the_remedy(finished, damage, sentence):
     assert_one_sentence(sentence + r".* [Dd]elete .* and build it again\.$", TokenStore, finished)
 
 
-@pytest.mark.parametrize("values", [{"vocab_size": 299}, {"vocab_size": 70_000}, {"eos_token_id": 300}])
-def test_metadata_of_another_tokenizer_are_refused(finished, values):
-    edit(finished, **values)
+def test_metadata_of_another_tokenizer_are_refused(finished):
     sentence = "its tokenizer has 300 tokens and end-of-text id 0: one of them was changed"
-    assert_user_error(sentence, TokenStore(finished).load_tokenizer)
+    for size, end in ((299, 0), (70_000, 0), (300, 300)):
+        edit(finished, vocab_size=size, eos_token_id=end)
+        assert_user_error(sentence, TokenStore(finished).load_tokenizer)
 
 
 @pytest.mark.parametrize("name", ["metadata.json", "train.bin", "tokenizer"])
@@ -189,21 +181,18 @@ def test_damage_is_reported_together_and_missing_metadata_has_a_remedy(finished)
     assert_user_error(r"newer version .* \(format 3; this version reads formats up to 2\)", TokenStore, finished)
     (finished / "metadata.json").unlink()
     assert not TokenStore.is_store(finished)
-    assert_user_error(
-        r"has token ids, but no metadata.json: copy the whole token store, .* --import_tokens", TokenStore, finished
-    )
+    sentence = "has token ids, but no metadata.json: copy the whole token store, .* --import_tokens"
+    assert_user_error(sentence, TokenStore, finished)
 
 
-ADVICE = {"empty": "empty --output data/empty", "nowhere": "TEXT --output nowhere", "file": "file --output data/file"}
-
-
-@pytest.mark.parametrize(("name", "advice"), ADVICE.items())
-def test_folders_without_a_store_are_refused(tmp_path, monkeypatch, name, advice):
+def test_folders_without_a_store_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("text")
-    sentence = rf"{name} is not a token store.*python -m tokenizer\.pretokenize.*{advice}`; .* add --tokenizer MODEL\.$"
-    assert_user_error(sentence, TokenStore, name)
+    folders = {"empty": "empty --output data/empty", "nowhere": "TEXT --output nowhere"}
+    for name, end in (folders | {"file": "file --output data/file"}).items():
+        words = rf"{name} is not a token store.*python -m tokenizer\.pretokenize.*{end}`; .* add --tokenizer MODEL\.$"
+        assert_user_error(words, TokenStore, name)
 
 
 def test_id_beyond_the_vocabulary_is_found(finished):
@@ -224,23 +213,19 @@ def test_dataset_is_a_view_of_the_memory_map_that_trainer_reads(store, tmp_path)
     assert len(view) == len(tokens) // 64
     assert view[3]["input_ids"] == view[3]["labels"] == tokens[3 * 64 : 4 * 64].tolist()
     assert view._fingerprint == store.dataset("train", 64)._fingerprint != store.dataset("train", 32)._fingerprint
-    sentence = r"has [\d,]+ tokens in val, and block_size is 1,000,000\."
-    assert_user_error(sentence, store.dataset, "val", 1_000_000)
+    assert_user_error(r"has [\d,]+ tokens in val, and block_size is 1,000,000\.", store.dataset, "val", 1_000_000)
     assert_user_error("block_size is 0", store.dataset, "val", 0)
     config = GPT2ScratchConfig(vocab_size=store.metadata.vocab_size, n_layer=1, n_head=2, n_embd=16, n_positions=64)
     arguments = TrainingArguments(str(tmp_path), max_steps=2, report_to=[], use_cpu=True, save_strategy="no")
-    trainer = Trainer(GPT2ScratchForCausalLM(config), arguments, train_dataset=view)
-    assert 0 < trainer.train().training_loss < 10
+    assert 0 < Trainer(GPT2ScratchForCausalLM(config), arguments, train_dataset=view).train().training_loss < 10
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory) -> TokenStore:
     folder = tmp_path_factory.mktemp("inspected")
     records = [{"text": f"{i}: {prose(i, 80)} naïve 雪 <|endoftext|> and \u200bmore"} for i in range(300)]
-    lines = [*(json.dumps(record) for record in records), '{"text": null}', "{"]
-    (folder / "a.jsonl").write_text("\n".join(lines))
-    corpus = {"validation_fraction": 0.1}
-    return tokenized(folder / "a.jsonl", folder / "store", corpus, "lenient", seed=1337, vocab_size=400)
+    (text := folder / "a.jsonl").write_text("\n".join([*map(json.dumps, records), '{"text": null}', "{"]))
+    return tokenized(text, folder / "store", {"validation_fraction": 0.1}, "lenient", seed=1337, vocab_size=400)
 
 
 @pytest.fixture
@@ -261,13 +246,12 @@ def test_inspect_shows_the_content(inspected, original, capsys):
 
 
 def test_changed_byte_in_any_file_is_found(inspected):
-    names = ["train.bin", "val.bin", "train.bin.index", "val.bin.index"]
-    for number, name in enumerate(names, start=1):
+    changed = set()
+    for name in ("train.bin", "val.bin", "train.bin.index", "val.bin.index"):
         flip(inspected / name)
+        changed.add(str(inspected / name))
         sentences = error_of(inspect.main, [str(inspected)]).splitlines()
-        assert {sentence.split(" was ")[0] for sentence in sentences} == {
-            str(inspected / one) for one in names[:number]
-        }
+        assert {sentence.split(" was ")[0] for sentence in sentences} == changed
         for sentence in sentences:
             assert re.search(r" was changed or damaged: its SHA-256 is \w+, but metadata.json .* again\.$", sentence)
 
@@ -282,7 +266,5 @@ def test_report_lists_left_out_text_with_examples(inspected):
     assert "302 documents found, 300 in the store; " in text
     assert re.search(r"- 2 records without text \(\S*/a\.jsonl, byte [\d,]+\)\n", text)
     assert "### lenient.invisible: 300 changes, 300 characters removed" in text
-    section = text.split("### lenient.invisible")[1].split("\n\n")[1]
-    examples = section.splitlines()
-    assert len(examples) == 3
-    assert all(r"\u200b" in example and " → " in example for example in examples)
+    examples = text.split("### lenient.invisible")[1].split("\n\n")[1].splitlines()
+    assert [r"\u200b" in example and " → " in example for example in examples] == [True] * 3
