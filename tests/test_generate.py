@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import generate
-from conftest import assert_user_error
+from conftest import assert_equal, assert_user_error, checkpoint_of
 from modeling_gpt2scratch import GPT2ScratchConfig, GPT2ScratchForCausalLM
 from modeling_gpt2scratch.loading import ModelError, arrange_weights
 from modeling_gpt2scratch.prompts import chat_ids, end_tokens, turn_end
@@ -65,8 +65,7 @@ def test_greedy_text_matches_transformers_also_for_several_continuations(run, ca
 
 
 def test_text_and_prompts_may_exceed_the_context(run, capsys):
-    text = written(capsys, run, *GREEDY, number=60)
-    assert len(AutoTokenizer.from_pretrained(run / "model").encode(text)) > 40
+    assert len(AutoTokenizer.from_pretrained(run / "model").encode(written(capsys, run, *GREEDY, number=60))) > 40
     prompt = "the and of " * 20
     assert written(capsys, run, prompt=prompt, number=4).startswith(prompt)
 
@@ -93,45 +92,36 @@ def test_generation_settings_of_a_model_neither_warn_nor_apply(run, a_copy, laun
     assert (job.stdout, job.stderr) == (written(capsys, run, *GREEDY, number=40), "")
 
 
-def test_a_gpt2_of_transformers_generates_text(run, tmp_path, capsys):
-    """Its config has no padding token."""
-    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+def test_models_of_transformers_generate_text(run, tmp_path, capsys):
+    """The config of GPT-2 has no padding token, and Bloom has no limit of positions."""
+    AutoTokenizer.from_pretrained(run / "model").save_pretrained(tmp_path)
     config = GPT2Config(vocab_size=300, n_positions=16, n_embd=16, n_layer=1, n_head=2, eos_token_id=0, bos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    for number in ("1", "3"):
-        text = written(capsys, tmp_path, "--num_return_sequences", number, number=40)
-        assert text.count("The") >= int(number)
-
-
-def test_a_model_without_a_limit_of_positions_generates_text(run, tmp_path, capsys):
+    for number in (1, 3):
+        assert written(capsys, tmp_path, "--num_return_sequences", str(number), number=40).count("The") >= number
     BloomForCausalLM(BloomConfig(vocab_size=300, hidden_size=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(run / "model").save_pretrained(tmp_path)
     assert written(capsys, tmp_path, number=40).startswith("The")
 
 
 def test_a_seed_reproduces_the_text_after_other_random_draws(run, capsys):
-    checkpoint = run / "checkpoints" / "step_00000003"
-    assert written(capsys, checkpoint, "--seed", "5") == written(capsys, checkpoint, "--seed", "5")
-    model, tokenizer = (kind.from_pretrained(run / "model") for kind in (AutoModelForCausalLM, AutoTokenizer))
-    texts = []
+    first, second = (written(capsys, checkpoint_of(run, 3), "--seed", "5") for _ in range(2))
+    assert first == second
+    model, tokenizer = load_any_model(run / "model")
+    arguments, texts = SamplingArguments(["the"], sample_tokens=12), []
     for _ in range(2):
         torch.rand(3)
-        texts.append(sample(model, tokenizer, SamplingArguments(["the"], sample_tokens=12), seed=1))
+        texts.append(sample(model, tokenizer, arguments, seed=1))
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "target"),
-    [
+def test_wrong_arguments_are_refused(run):
+    for arguments, sentence in (
         (["no/such/run"], "neither a local folder nor a Hub id"),
-        (["RUN", "--temperature", "-1", "--top_p", "2"], "temperature is -1.0.*\n.*top_p is 2.0"),
-        (["RUN", "--chat"], "has no chat template; fine-tune it"),
-        (["RUN", "--chat", "--torch_compile"], "torch_compile do not apply to a chat"),
-    ],
-)
-def test_wrong_arguments_are_refused(run, arguments, target):
-    assert_user_error(target, generate.main, [str(run) if argument == "RUN" else argument for argument in arguments])
+        ([str(run), "--temperature", "-1", "--top_p", "2"], "temperature is -1.0.*\n.*top_p is 2.0"),
+        ([str(run), "--chat"], "has no chat template; fine-tune it"),
+        ([str(run), "--chat", "--torch_compile"], "torch_compile do not apply to a chat"),
+    ):
+        assert_user_error(sentence, generate.main, arguments)
 
 
 def test_a_run_without_a_checkpoint_is_refused(a_copy):
@@ -141,7 +131,7 @@ def test_a_run_without_a_checkpoint_is_refused(a_copy):
     assert_user_error("holds no model yet", generate.main, [str(a_copy)])
 
 
-CONTEXT, HALF, END = 8, 4, 7
+CONTEXT, END = 8, 7
 
 
 @pytest.fixture
@@ -169,14 +159,13 @@ def test_texts_in_a_batch_continue_and_end_independently(letters):
     """Every letter is among the four most likely ones after the letters of its own text that the model saw."""
     model, tokenizer = letters
     torch.manual_seed(1)
-    config = generation_config(1.0, top_k=4)
-    texts = continue_texts(model, tokenizer, "a", 64, 30, config)
+    texts = continue_texts(model, tokenizer, "a", 64, 30, generation_config(1.0, top_k=4))
     assert len({len(text) for text in texts}) > 5  # some end early, in one window or another
     assert max(map(len, texts)) == 30
     for text in texts:
         history = [0]
         for id in [*tokenizer.encode(text), END][:30]:
-            history = history[-HALF:] if len(history) == CONTEXT else history
+            history = history[-CONTEXT // 2 :] if len(history) == CONTEXT else history
             assert id in model(torch.tensor([history])).logits[0, -1].topk(4).indices
             history.append(id)
         assert END not in tokenizer.encode(text)
@@ -190,11 +179,10 @@ def test_any_of_several_end_tokens_ends_a_text_and_arranging_weights_keeps_them(
     texts = continue_texts(model, tokenizer, "a", 64, 30, generation_config(1.0, top_k=4))
     assert not {END, 3} & {id for text in texts for id in tokenizer.encode(text)}
     assert max(map(len, texts)) > CONTEXT
-    model, _ = letters
     target = {name: weight.clone() for name, weight in model.state_dict().items()}
     arrange_weights(model)
     assert model.lm_head.weight.stride() == (1, 8)
-    assert all(torch.equal(weight, target[name]) for name, weight in model.state_dict().items())
+    assert_equal(model.state_dict(), target)
 
 
 TURNS = "{% for m in messages %}{{ m.role[0] + m.content }}<|pad|>{% endfor %}{{ 'a' if add_generation_prompt }}"
@@ -223,8 +211,7 @@ def test_chats_are_encoded_as_for_training_and_old_turns_are_left_out(run):
 def test_a_token_that_ends_a_turn_is_neither_shown_nor_read_from_a_message(a_copy, store):
     tokenizer = AutoTokenizer.from_pretrained(a_copy / "model", chat_template=TURNS, pad_token=None)
     tokenizer.save_pretrained(a_copy / "model")
-    path = a_copy / "model" / "tokenizer.json"
-    content = json.loads(path.read_text())
+    content = json.loads((path := a_copy / "model" / "tokenizer.json").read_text())
     content["added_tokens"][1]["special"] = False
     path.write_text(json.dumps(content))
     model, tokenizer = load_any_model(a_copy / "model")
@@ -259,12 +246,9 @@ def test_a_chat_keeps_its_history_and_survives_a_full_context_and_ctrl_c(a_copy,
     assert chats[4:] == [["e", "d"], ["e", "d", tokenizer.decode([50]), "f"]]
     out, err = capsys.readouterr()
     assert out.startswith(f"{first}\n")
-    ends = (
-        "context of 16 tokens is full.",
-        "oldest 2 messages are left out.",
-        "but at most 12 fit; write a shorter text.",
-    )
-    assert [err.count(end) for end in ends] == [4, 2, 1]
+    ends = {"context of 16 tokens is full.": 4, "oldest 2 messages are left out.": 2}
+    ends |= {"but at most 12 fit; write a shorter text.": 1}
+    assert {end: err.count(end) for end in ends} == ends
 
 
 def test_ctrl_c_at_the_prompt_clears_the_line_and_twice_ends_the_chat(monkeypatch, capsys):
@@ -279,10 +263,8 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_twice_ends_the_chat(monkeypatc
 
 def test_a_stream_writes_all_complete_characters_at_once():
     """A token may complete a character and begin the next one."""
-    texts = {1: "a", 2: "a\u0434\ufffd", 3: "a\u0434\u0435"}
-    tokenizer = SimpleNamespace(decode=lambda ids, **_: texts[len(ids)])
-    written = []
-    stream = TextStream(tokenizer, written.append)
+    texts, written = {1: "a", 2: "a\u0434\ufffd", 3: "a\u0434\u0435"}, []
+    stream = TextStream(SimpleNamespace(decode=lambda ids, **_: texts[len(ids)]), written.append)
     for ids in ([0], [7], [8], [9]):
         stream.put(torch.tensor(ids))
     assert written == ["a", "\u0434", "\u0435"]
