@@ -87,8 +87,9 @@ class Job:
         """Wait for the end of all processes and return what they printed to stderr."""
         return self.started.communicate(timeout=120)[1]
 
-    def wait_for(self, line: str, rank: int = 0) -> None:
+    def wait_for(self, line: str, rank: int = 0) -> "Job":
         wait_until(lambda: line in self.lines(rank))
+        return self
 
     def wait_for_end(self, rank: int = 0, seconds: float = 120) -> list[str]:
         """Wait for the end of a process, whose launcher may be gone; return its log."""
@@ -96,9 +97,9 @@ class Job:
         return self.lines(rank)
 
     def kill(self) -> None:
-        for pid in [self.pid(rank) for rank in (0, 1) if self.lines(rank)]:
-            if is_running(pid):
-                os.kill(pid, signal.SIGKILL)
+        for rank in (0, 1):
+            if self.lines(rank) and is_running(self.pid(rank)):
+                os.kill(self.pid(rank), signal.SIGKILL)
 
 
 @pytest.fixture
@@ -111,8 +112,7 @@ def job(spawn, tmp_path):
 @pytest.mark.parametrize(("reason", "mode"), [("SIGTERM", "steps"), ("the launcher died", "slow save")])
 def test_a_signal_to_one_process_or_the_launcher_stops_both_at_the_same_step(job, reason, mode):
     """Without their launcher, they end after a save that exceeds the grace."""
-    two = job.start("600", mode, launcher=TWO_PROCESSES)
-    two.wait_for("step 3", 1)
+    two = job.start("600", mode, launcher=TWO_PROCESSES).wait_for("step 3", 1)
     if reason == "SIGTERM":
         os.kill(two.pid(1), signal.SIGTERM)
     else:
@@ -125,8 +125,7 @@ def test_a_signal_to_one_process_or_the_launcher_stops_both_at_the_same_step(job
 
 
 def test_a_hung_process_ends_after_the_grace(job):
-    one = job.start("600", "hang")
-    one.wait_for("step 3")
+    one = job.start("600", "hang").wait_for("step 3")
     one.started.terminate()
     assert one.started.wait(60) == 143
     assert one.lines()[-1] == "step 3"
@@ -165,8 +164,7 @@ def test_a_closed_terminal_saves_and_ends_the_run(job):
 
 
 def test_a_second_ctrl_c_ends_a_hung_process_immediately(job):
-    one = job.start("600", "hang")
-    one.wait_for("step 3")
+    one = job.start("600", "hang").wait_for("step 3")
     one.started.send_signal(signal.SIGINT)
     time.sleep(0.3)
     one.started.send_signal(signal.SIGINT)  # the copy of the first signal by torchrun
@@ -180,8 +178,7 @@ def test_a_second_ctrl_c_ends_a_hung_process_immediately(job):
 
 def test_max_hours_saves_stops_and_counts_from_the_process_start(job):
     one = job.start("600", "steps", str(4 / 3600))
-    assert one.errors() == "Stopping after this step (max_hours) and saving.\n"
-    assert one.started.returncode == 0
+    assert (one.errors(), one.started.returncode) == ("Stopping after this step (max_hours) and saving.\n", 0)
     assert one.lines()[-1].endswith(" max_hours")
     age = (time.time() - psutil.Process().create_time()) / 3600
     with Stopper(StoppingArguments(max_hours=age / 2)) as stopper:  # they ended before the stopper started
