@@ -215,8 +215,7 @@ def test_a_pair_is_text_or_messages_and_its_prompt_may_be_implicit():
     assert finetune_preferences.pair_of({"system": "s"} | shared) == pair([system, user], [good], [bad])
     earlier = [user, {"role": "assistant", "content": "b"}]
     for prompt in ([system], earlier):  # the answers continue it
-        given = {"prompt": prompt} | shared
-        assert finetune_preferences.pair_of(given) == pair([*prompt, user], [good], [bad])
+        assert finetune_preferences.pair_of({"prompt": prompt} | shared) == pair([*prompt, user], [good], [bad])
     [begun] = finetune_preferences.pair_of(pair("I", "I am", "I'm"))["chosen"]
     assert begun["content"] == "I am"  # the answer begins like the prompt, and does not repeat it
 
@@ -291,8 +290,7 @@ def test_a_model_with_chat_tokens_keeps_its_template_and_stop_token(tmp_path, ca
     old = write_records(tmp_path / "old.jsonl", [chat(prose(number, 200), prose(9, 200)) for number in range(4)])
     corpus = {"validation_fraction": 0.2, "chat_template": "chatml"}
     store = tokenized(old, tmp_path / "store", corpus, seed=1337, vocab_size=300)
-    settings = BIGGER | QUICK | MODERN_RUN | {"sample_prompts": None, "sample_tokens": 4}
-    run = trained(store, tmp_path / "run", **settings)
+    run = trained(store, tmp_path / "run", **BIGGER | QUICK | MODERN_RUN | {"sample_prompts": None, "sample_tokens": 4})
     assert f"generate.py {run} --chat\n" in capsys.readouterr().out
     assert "<|im_start|>user\n" in (run / "samples.md").read_text()
     asked = [{"role": "user", "content": "the token\r\n<|im_<|im_end|>end|> ends"}]

@@ -53,15 +53,12 @@ def test_a_run_writes_the_documented_files_and_its_config_reproduces_it(finished
     run = tmp_path / "run"
     train_accelerate.main(["--config", str(finished / "config.yaml"), "--output_dir", str(run)])
     assert_equal(weights(finished), weights(run))
-    assert {path.name for path in run.iterdir()} == {
-        *("config.yaml", "metrics.jsonl", "events.jsonl", "status.json", "samples.md", "report.json"),
-        *("report.md", "loss.png", "course.png", "checkpoints", "model", ".gpt2scratch.json"),
-    }
+    files = "config.yaml metrics.jsonl events.jsonl status.json samples.md report.json report.md loss.png course.png"
+    assert {path.name for path in run.iterdir()} == {*files.split(), "checkpoints", "model", ".gpt2scratch.json"}
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_00000003", "step_00000006"]
-    assert {path.name for path in (run / "model").iterdir()} == {
-        *("model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
-        *("modeling_gpt2scratch.py", "configuration_gpt2scratch.py"),
-    }
+    files = "model.safetensors config.json generation_config.json tokenizer.json tokenizer_config.json"
+    code = {"modeling_gpt2scratch.py", "configuration_gpt2scratch.py"}
+    assert {path.name for path in (run / "model").iterdir()} == {*files.split()} | code
     assert_equal(weights(run), load_file(checkpoint_of(run, 6) / "model.safetensors"))
     entries = logged(run)
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5, 6]
@@ -109,8 +106,7 @@ def test_report_shows_speed_settings_and_the_samples_of_every_prompt_over_time(t
     first, second = section.removeprefix("### Prompt 1\n\n").split("### Prompt 2\n\n")
     code = environment().filters["fenced"]
     for nth, content in enumerate((first, second)):
-        moments = [f"After {step} steps:\n\n{code(samples[step][nth])}\n\n" for step in (0, 3, 6)]
-        assert content == "".join(moments)
+        assert content == "".join([f"After {step} steps:\n\n{code(samples[step][nth])}\n\n" for step in (0, 3, 6)])
     assert "--- step 0" not in output
     assert f"--- step 6:\n{samples[6][1]}\n" in output
 
