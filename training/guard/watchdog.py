@@ -133,8 +133,9 @@ class Watchdog:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self.processes == 1:
             return
-        self._final_fields = {"left": True}
-        if isinstance(error, Exception):
+        if not isinstance(error, Exception):
+            self._final_fields = {"left": True}
+        else:
             line = " ".join(str(error).split())[:LONGEST_ERROR] or kind.__name__
             if is_of_the_group(error):
                 # The thread ends the process without the interpreter's shutdown, which would wait for the group's
