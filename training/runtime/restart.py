@@ -1,5 +1,7 @@
-"""End of this process, or its restart with the same pid, from any thread. A restart releases all device memory, and the
-launcher does not notice."""
+"""End of this process, or its restart with the same pid, from any thread.
+
+A restart releases all device memory, and the launcher does not notice.
+"""
 
 import json
 import os
